@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decision table: every reason, every boundary, and the order of refusals."""
+
+from dataclasses import replace
+
+import pytest
+
+from vllm.v1.attention.backends.mla.ckv_gather.eligibility import (
+    BatchFacts,
+    Limits,
+    Reason,
+    decide,
+)
+
+LIMITS = Limits(
+    enabled=True,
+    supported_geometry=True,
+    dcp_world_size=4,
+    min_query_tokens=16,
+    max_query_tokens=8192,
+    max_visible_tokens=100_000,
+    max_num_seqs=32,
+)
+FACTS = BatchFacts(
+    num_requests=2,
+    num_prefilling=2,
+    num_query_tokens=600,
+    num_decode_tokens=0,
+    visible_tokens=5000,
+)
+
+# (reason, changed facts, changed limits, numbers the message must have), in order of precedence.
+REFUSALS = [
+    (Reason.DISABLED, {}, {"enabled": False}, ["VLLM_B12X_MLA_CKV_GATHER"]),
+    (Reason.UNSUPPORTED_GEOMETRY, {}, {"supported_geometry": False}, ["glm5_next"]),
+    (Reason.NO_CONTEXT_PARALLELISM, {}, {"dcp_world_size": 1}, ["1", "2"]),
+    (Reason.DRAFT_LAYER, {"is_draft_layer": True}, {}, ["draft"]),
+    (Reason.GRAPH_CAPTURE, {"for_graph_capture": True}, {}, ["capture"]),
+    (Reason.DUAL_BATCH_OVERLAP, {"dual_batch_overlap": True}, {}, ["overlap"]),
+    (Reason.DECODE_TOKENS, {"num_decode_tokens": 3}, {}, ["3"]),
+    (Reason.NOT_ALL_PREFILLING, {"num_prefilling": 1}, {}, ["1 of 2"]),
+    (Reason.TOO_FEW_TOKENS, {"num_query_tokens": 16}, {}, ["16 query", "more than 16"]),
+    (Reason.TOO_MANY_TOKENS, {"num_query_tokens": 8193}, {}, ["8193", "8192"]),
+    (
+        Reason.TOO_MANY_REQUESTS,
+        {"num_requests": 33, "num_prefilling": 33},
+        {},
+        ["33", "32"],
+    ),
+    (Reason.CAPACITY, {"visible_tokens": 100_001}, {}, ["100001", "100000"]),
+]
+
+
+@pytest.mark.parametrize("reason, facts, limits, parts", REFUSALS, ids=lambda v: str(v)[:30])
+def test_each_refusal(reason, facts, limits, parts):
+    decision = decide(replace(FACTS, **facts), replace(LIMITS, **limits))
+    assert not decision.gather
+    assert decision.reason is reason
+    for part in parts:
+        assert part in decision.message
+
+
+def test_every_reason_has_a_row():
+    assert [row[0] for row in REFUSALS] == [r for r in Reason if r is not Reason.ELIGIBLE]
+
+
+@pytest.mark.parametrize("index", range(len(REFUSALS) - 1))
+def test_the_earlier_refusal_counts(index):
+    (first, facts, limits, _), (_, later_facts, later_limits, _) = REFUSALS[index : index + 2]
+    # The earlier row is applied last: two rows may change the same number.
+    both = decide(
+        replace(replace(FACTS, **later_facts), **facts),
+        replace(replace(LIMITS, **later_limits), **limits),
+    )
+    assert both.reason is first
+
+
+@pytest.mark.parametrize(
+    "facts, limits",
+    [
+        ({}, {}),
+        ({"num_query_tokens": 17}, {}),
+        ({"num_query_tokens": 8192}, {}),
+        ({"num_requests": 32, "num_prefilling": 32}, {}),
+        ({"visible_tokens": 100_000}, {}),
+        ({"num_query_tokens": 1}, {"min_query_tokens": 0}),
+        ({}, {"dcp_world_size": 2}),
+    ],
+)
+def test_the_last_admitted_value(facts, limits):
+    decision = decide(replace(FACTS, **facts), replace(LIMITS, **limits))
+    assert decision.gather
+    assert decision.reason is Reason.ELIGIBLE
+
+
+def test_an_empty_batch_never_gathers():
+    facts = BatchFacts(0, 0, 0, 0, 0)
+    assert decide(facts, replace(LIMITS, min_query_tokens=0)).reason is Reason.TOO_FEW_TOKENS
+
+
+def test_case_4_eight_prefix_hits_at_the_capacity():
+    cached = [12_496] * 8
+    facts = BatchFacts(8, 8, 8 * 4, 0, sum(cached) + 8 * 4)
+    assert facts.visible_tokens == LIMITS.max_visible_tokens
+    assert decide(facts, LIMITS).gather
+    refused = decide(replace(facts, visible_tokens=facts.visible_tokens + 1), LIMITS)
+    assert refused.reason is Reason.CAPACITY
+    assert "100001" in refused.message and "100000" in refused.message
+
+
+def test_case_5_cached_tokens_count_towards_the_bound():
+    # 256 batched tokens fit any budget; the 160,256 visible ones do not fit this one.
+    facts = BatchFacts(4, 4, 4 * 64, 0, 4 * (40_000 + 64))
+    assert decide(facts, LIMITS).reason is Reason.CAPACITY
+    assert decide(facts, replace(LIMITS, max_visible_tokens=160_256)).gather
+    assert not decide(facts, replace(LIMITS, max_visible_tokens=160_255)).gather
