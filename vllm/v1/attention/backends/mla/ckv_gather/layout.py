@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rank-major layout of one batch: planned on the host, staged to the device.
+
+Rank k's records of all requests, concatenated in request order, occupy gathered rows
+``[k * padded, k * padded + total_k)``, where ``padded`` is the largest total. Rows from ``total_k``
+to the next span belong to nobody: they may hold anything and nothing reads them.
+
+The functions count tokens; for pools call them with ``seq_lens // pool_size`` and
+``interleave // pool_size``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm.v1.attention.backends.mla.ckv_gather.geometry import POOLS_PER_INDEX_PAGE
+
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class RankMajorLayout:
+    """Where every request's records land.
+
+    local_lens: (N, R), int64 on the CPU. Records that rank k stores of request r.
+    starts: (N, R), int64 on the CPU. First row of request r within rank k's span.
+    padded: rows of every rank's span, the largest sum of ``local_lens`` over a rank. The same on
+        every rank, so it alone may decide whether a collective is entered.
+    visible: records of all ranks together.
+    """
+
+    local_lens: torch.Tensor
+    starts: torch.Tensor
+    padded: int
+    visible: int
+
+    @property
+    def dcp_world_size(self) -> int:
+        """Ranks N."""
+        return self.local_lens.shape[0]
+
+    @property
+    def num_requests(self) -> int:
+        """Requests R."""
+        return self.local_lens.shape[1]
+
+    @property
+    def seq_lens(self) -> torch.Tensor:
+        """(R,), int64 on the CPU. Global length of every request."""
+        return self.local_lens.sum(0)
+
+    def totals(self) -> list[int]:
+        """Return the records of each rank's span."""
+        return self.local_lens.sum(1).tolist()
+
+
+def plan_layout(
+    seq_lens_cpu: torch.Tensor, *, dcp_world_size: int, interleave: int
+) -> RankMajorLayout:
+    """Lay out one batch.
+
+    seq_lens_cpu: (R,), any integer type, on the CPU. Exact visible length of each request.
+    dcp_world_size, interleave: see :mod:`.geometry`, whose ``local_length`` this repeats for all
+        ranks and requests at once.
+
+    Raises:
+        ValueError: the lengths are not a CPU vector of integers, one is negative, or the gathered
+            rows do not fit int32, the type of row ids.
+    """
+    if seq_lens_cpu.device.type != "cpu":
+        # Reading lengths back from the device would stall every step.
+        raise ValueError(
+            f"seq_lens_cpu is on {seq_lens_cpu.device}; pass the exact lengths kept on the CPU"
+        )
+    if seq_lens_cpu.dim() != 1 or seq_lens_cpu.is_floating_point():
+        raise ValueError(
+            f"seq_lens_cpu has shape {tuple(seq_lens_cpu.shape)} and type {seq_lens_cpu.dtype}; "
+            "pass a vector of integers"
+        )
+    lengths = seq_lens_cpu.to(torch.int64)
+    if lengths.numel() and int(lengths.min()) < 0:
+        raise ValueError(f"a length is {int(lengths.min())}; lengths must be at least 0")
+    chunk = interleave * dcp_world_size
+    ranks = torch.arange(dcp_world_size, dtype=torch.int64)[:, None]
+    rest = lengths % chunk - ranks * interleave
+    local_lens = lengths // chunk * interleave + rest.clamp(0, interleave)
+    ends = local_lens.cumsum(1)
+    padded = int(ends[:, -1].max()) if lengths.numel() else 0
+    if padded * dcp_world_size > _INT32_MAX:
+        raise ValueError(
+            f"{padded * dcp_world_size} gathered rows do not fit int32 row ids, the limit is "
+            f"{_INT32_MAX}; lower the gather capacity"
+        )
+    return RankMajorLayout(local_lens, ends - local_lens, padded, int(lengths.sum()))
+
+
+def plan_index_pages(pool_lens_cpu: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Place the pools of each request in planar index pages of its own, in global order.
+
+    pool_lens_cpu: (R,), int64 on the CPU. Complete pools of each request.
+
+    Returns:
+        (R,) int64 on the CPU, the first page of each request, and the number of pages. At most
+        ``ceil(sum / 64) + R`` pages, which is what the workspace reserves.
+    """
+    pages = (pool_lens_cpu.to(torch.int64) + POOLS_PER_INDEX_PAGE - 1) // POOLS_PER_INDEX_PAGE
+    ends = pages.cumsum(0)
+    return ends - pages, int(pages.sum())
+
+
+@dataclass(frozen=True)
+class StagedLayout:
+    """A layout on the device, as kernels read it.
+
+    local_lens: (N, R), int32. Records that rank k stores of request r.
+    starts: (N, R), int32. First row of request r within rank k's span.
+    seq_lens: (R,), int32. Global length of every request.
+    padded: rows of every rank's span.
+    """
+
+    local_lens: torch.Tensor
+    starts: torch.Tensor
+    seq_lens: torch.Tensor
+    padded: int
+
+    @classmethod
+    def stage(cls, layout: RankMajorLayout, device: torch.device | str) -> StagedLayout:
+        """Copy ``layout`` to ``device`` with one transfer that the host does not wait for.
+
+        Fresh memory is taken every time. Reusing one pinned buffer would let the next step
+        overwrite numbers that a copy still in flight has to read; torch's pinned allocator keeps
+        a block until its copies have run.
+        """
+        device = torch.device(device)
+        world, requests = layout.local_lens.shape
+        host = torch.empty(
+            (2 * world + 1, requests), dtype=torch.int32, pin_memory=device.type == "cuda"
+        )
+        host[:world] = layout.local_lens
+        host[world : 2 * world] = layout.starts
+        host[2 * world] = layout.seq_lens
+        staged = host.to(device, non_blocking=True)
+        return cls(
+            local_lens=staged[:world],
+            starts=staged[world : 2 * world],
+            seq_lens=staged[2 * world],
+            padded=layout.padded,
+        )
