@@ -1,0 +1,541 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The torch provider against independent, per-element Python and fp64 computations."""
+
+import math
+
+import pytest
+import torch
+
+from vllm.v1.attention.backends.mla.sparse_mla_kernels import SparseMLAKernels
+from vllm.v1.attention.backends.mla.sparse_mla_kernels import torch_reference as ref
+
+RECORD, INDEX, PLACES, PAGE_BYTES = 528, 132, 64, 8448
+POISON = 0x7FFFFFFF
+
+
+@pytest.fixture
+def kernels():
+    torch.manual_seed(0)
+    return ref.TorchReferenceKernels()
+
+
+def int32(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def local_length(length, rank, world, interleave):
+    return sum(1 for t in range(length) if t // interleave % world == rank)
+
+
+def layout(lengths, world, interleave):
+    """Local lengths and starts [N, R], and the padded span, counted token by token."""
+    lens = torch.tensor(
+        [[local_length(n, k, world, interleave) for n in lengths] for k in range(world)]
+    )
+    starts = lens.cumsum(1) - lens
+    return lens.int(), starts.int(), int(lens.sum(1).max())
+
+
+def strided_pages(pages, inner, gap, fill):
+    """[pages, *inner] uint8 whose page stride is larger than a page; the gap holds ``fill`` too."""
+    size = math.prod(inner)
+    return torch.full((pages, size + gap), fill, dtype=torch.uint8)[:, :size].unflatten(1, inner)
+
+
+def test_satisfies_the_protocol(kernels):
+    assert isinstance(kernels, SparseMLAKernels)
+
+
+# Records
+
+
+def test_record_bytes_and_round_trip():
+    latents = torch.zeros(2, 512, dtype=torch.bfloat16)
+    latents[0, 0], latents[0, 1] = 448.0, -1.0
+    latents[0, 128] = 896.0
+    latents[0, 384:] = 0.001
+    record = ref.quantize_records(latents)
+    assert record.shape == (2, RECORD)
+    scales = record[:, 512:].contiguous().view(torch.float32)
+    assert scales[0, :3].tolist() == [1.0, 2.0, 1.0]
+    assert scales[1].tolist() == [1.0] * 4
+    assert record[0, 0] == 0x7E and record[0, 1] == 0xB8 and record[0, 128] == 0x7E
+    back = ref.dequantize_records(record)
+    assert back[0, 0] == 448 and back[0, 1] == -1 and back[0, 128] == 896
+    assert torch.equal(back[1], torch.zeros(512))
+    torch.testing.assert_close(back[0, 384:], latents[0, 384:].float())
+
+
+def test_round_trip_error_is_half_a_step():
+    latents = (torch.randn(64, 512) * torch.logspace(-30, 4, 64).unsqueeze(1)).bfloat16()
+    back = ref.dequantize_records(ref.quantize_records(latents))
+    amax = latents.float().unflatten(1, (4, 128)).abs().amax(2, keepdim=True).expand(-1, -1, 128)
+    bound = torch.maximum(latents.float().abs() / 16, amax.flatten(1) / 448 * 2**-10)
+    assert bool(((back - latents.float()).abs() <= bound * 1.0001).all())
+
+
+@pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
+def test_write_skips_negative_slots_and_touches_nothing_else(kernels, slot_dtype):
+    cache = strided_pages(3, (64, RECORD), 512, 0xAB)
+    latents = torch.randn(5, 512).bfloat16()
+    kernels.write_records(latents, cache, torch.tensor([-1, 130, 5, -1, -7], dtype=slot_dtype))
+    expected = torch.full((3, 64, RECORD), 0xAB, dtype=torch.uint8)
+    records = ref.quantize_records(latents)
+    expected[2, 2], expected[0, 5] = records[1], records[2]
+    assert torch.equal(cache, expected)
+
+
+def test_wrong_width_or_stride_names_both_sides(kernels):
+    latents, slots = torch.zeros(1, 512).bfloat16(), torch.zeros(1).long()
+    for width in (304, 656):
+        with pytest.raises(ValueError, match=f"{width}.*528"):
+            kernels.write_records(latents, torch.zeros(1, 64, width).byte(), slots)
+    inner2 = torch.zeros(1, 64, 2 * RECORD).byte()[:, :, ::2]
+    with pytest.raises(ValueError, match=r"\(1056, 2\).*\(528, 1\)"):
+        kernels.write_records(latents, inner2, slots)
+    with pytest.raises(ValueError, match=r"131.*132"):
+        kernels.pack_pools(
+            torch.zeros(1, 64, 132).byte(),
+            int32([[0]]),
+            int32([1]),
+            int32([0]),
+            torch.zeros(1, 131).byte(),
+        )
+
+
+def test_pack_records_over_strided_pages_and_a_high_page_id(kernels):
+    page_size, stride = 2304, 2304 * 561
+    # Page 1,662 begins beyond 2^31 bytes; untouched pages of the allocation cost no memory.
+    pages = 1663
+    cache = torch.empty(pages * stride, dtype=torch.uint8).as_strided(
+        (pages, page_size, RECORD), (stride, RECORD, 1)
+    )
+    content = torch.randint(0, 256, (2, page_size, RECORD), dtype=torch.uint8)
+    cache[1662], cache[3] = content[0], content[1]
+    out = torch.full((page_size + 20, RECORD), 0x5A, dtype=torch.uint8)
+    kernels.pack_records(
+        cache,
+        int32([[1662, 3], [POISON, POISON], [3, POISON]]),
+        int32([page_size + 7, 0, 5]),
+        int32([0, page_size + 7, page_size + 9]),
+        out,
+    )
+    expected = torch.full_like(out, 0x5A)
+    expected[:page_size], expected[page_size : page_size + 7] = content[0], content[1, :7]
+    expected[page_size + 9 : page_size + 14] = content[1, :5]
+    assert torch.equal(out, expected)
+
+
+def test_pack_refuses_more_rows_than_the_span_holds(kernels):
+    with pytest.raises(ValueError, match=r"9 rows.*holds 8"):
+        kernels.pack_records(
+            torch.zeros(1, 64, RECORD).byte(),
+            int32([[0]]),
+            int32([5]),
+            int32([4]),
+            torch.zeros(8, RECORD).byte(),
+        )
+
+
+# Pools
+
+
+def run_chunks(kernels, requests, batches, ape, *, ring=4, world=1, rank=0, interleave=4):
+    """Write pools of ``requests`` (list of (k, gate)) batch by batch.
+
+    ``batches``: list of lists of (request, begin, end). Returns the index cache; request r owns
+    index pages 3r+1 .. 3r+3 and tail block 2r+1.
+    """
+    pool = ape.shape[0]
+    cache = strided_pages(3 * len(requests) + 1, (PLACES, INDEX), 256, 0xEE)
+    tail = torch.full((2 * len(requests), 2, ring, 128), math.nan, dtype=torch.bfloat16)
+    for batch in batches:
+        pad = 2
+        spans = [(r, t) for r, begin, end in batch for t in range(begin, end)]
+        k = torch.cat(
+            [requests[r][0][b:e] for r, b, e in batch] + [torch.full((pad, 128), 9.0).bfloat16()]
+        )
+        gate = torch.cat(
+            [requests[r][1][b:e] for r, b, e in batch] + [torch.full((pad, 128), 9.0).bfloat16()]
+        )
+        slots = []
+        for r, t in spans:
+            g = t // pool
+            owner = t // interleave % world == rank
+            local = t // (interleave * world) * (interleave // pool) + t % interleave // pool
+            assert world > 1 or local == g
+            slots.append((3 * r + 1) * PLACES + local if owner and t % pool == pool - 1 else -1)
+        tails = [(2 * r + 1) * ring + t % ring for r, t in spans]
+        starts = [0]
+        for _, begin, end in batch:
+            starts.append(starts[-1] + end - begin)
+        # The padding rows claim a slot: they must not be believed.
+        kernels.write_pools(
+            k,
+            gate,
+            ape,
+            cache,
+            torch.tensor([*slots, 0, 1]),
+            tail,
+            torch.tensor([*tails, 0, 1]),
+            torch.tensor([t for _, t in spans] + [3, 3]),
+            int32(starts),
+        )
+    return cache
+
+
+def random_requests(lengths, seed=1):
+    g = torch.Generator().manual_seed(seed)
+    return [
+        (
+            torch.randn(n, 128, generator=g).bfloat16(),
+            (2 * torch.randn(n, 128, generator=g)).bfloat16(),
+        )
+        for n in lengths
+    ], torch.randn(4, 128, generator=g)
+
+
+def test_pool_formula_against_fp64():
+    (request,), ape = random_requests([4 * 50])
+    k, gate = (x.unflatten(0, (50, 4)) for x in request)
+    records = ref.compress_pools(k, gate, ape)
+    weights = (gate.double() + ape.double()).softmax(dim=1)
+    pooled = (weights * k.double()).sum(1)
+    signs = torch.tensor(
+        [[(-1.0) ** bin(i & j).count("1") for j in range(128)] for i in range(128)],
+        dtype=torch.float64,
+    )
+    exact = pooled @ signs / math.sqrt(128)
+    scale = records[:, 128:].contiguous().view(torch.float32).double()
+    # A power of two, the smallest one that holds the amax, give or take two bf16 roundings.
+    amax = exact.abs().amax(1, keepdim=True)
+    low, high = (torch.ceil(torch.log2(amax * f / 448)) for f in (0.99, 1.01))
+    assert torch.equal(scale.log2(), scale.log2().round())
+    assert bool(((scale.log2() >= low) & (scale.log2() <= high)).all())
+    assert bool((low == high).sum() > 40)
+    got = records[:, :128].contiguous().view(torch.float8_e4m3fn).double() * scale
+    error = (got - exact).abs()
+    assert bool(
+        (error <= exact.abs() / 16 + scale * 2**-9 + exact.abs().amax(1, keepdim=True) / 64).all()
+    )
+    assert error.mean() < exact.abs().mean() / 30
+
+
+CUTS = {
+    "cut at 10": [[(0, 0, 10)], [(0, 10, 37)]],
+    "cut inside one pool twice": [[(0, 0, 9)], [(0, 9, 10)], [(0, 10, 11)], [(0, 11, 37)]],
+    "single tokens": [[(0, t, t + 1)] for t in range(37)],
+    "whole pools": [[(0, 0, 8)], [(0, 8, 36)], [(0, 36, 37)]],
+}
+
+
+@pytest.mark.parametrize("ring", [4, 8])
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS.keys())
+def test_any_cut_gives_the_bytes_of_the_uncut_run(kernels, cuts, ring):
+    requests, ape = random_requests([37])
+    whole = run_chunks(kernels, requests, [[(0, 0, 37)]], ape, ring=ring)
+    assert torch.equal(run_chunks(kernels, requests, cuts, ape, ring=ring), whole)
+    written = (whole.flatten(1)[1, : 9 * 128] != 0xEE).any()
+    assert bool(written) and bool((whole[0] == 0xEE).all())
+
+
+def test_packed_requests_do_not_mix(kernels):
+    requests, ape = random_requests([37, 30, 3])
+    whole = run_chunks(kernels, requests, [[(0, 0, 37)], [(1, 0, 30)], [(2, 0, 3)]], ape)
+    packed = run_chunks(
+        kernels,
+        requests,
+        [[(1, 0, 7), (0, 0, 10)], [(2, 0, 2), (1, 7, 29), (0, 10, 37)], [(1, 29, 30), (2, 2, 3)]],
+        ape,
+    )
+    assert torch.equal(packed, whole)
+
+
+def test_pool_257_lands_in_page_4_place_1(kernels):
+    requests, ape = random_requests([1032])
+    cache = torch.full((6, PLACES, INDEX), 0xEE, dtype=torch.uint8)
+    tail = torch.zeros(1, 2, 4, 128, dtype=torch.bfloat16)
+    for begin, end in ((0, 1028), (1028, 1032)):
+        t = torch.arange(begin, end)
+        slots = torch.where(t % 4 == 3, t // 4, -1)
+        kernels.write_pools(
+            requests[0][0][begin:end],
+            requests[0][1][begin:end],
+            ape,
+            cache,
+            slots,
+            tail,
+            t % 4,
+            t,
+            int32([0, end - begin]),
+        )
+    record = ref.compress_pools(requests[0][0][None, 1028:], requests[0][1][None, 1028:], ape)[0]
+    page = cache[4].flatten()
+    assert torch.equal(page[128:256], record[:128])
+    assert torch.equal(page[8192 + 4 : 8192 + 8], record[128:])
+    assert bool((page[256:8192] == 0xEE).all()) and bool((page[8200:] == 0xEE).all())
+
+
+def test_a_pool_without_its_beginning_is_an_error(kernels):
+    requests, ape = random_requests([4])
+    args = (ape, torch.zeros(1, PLACES, INDEX).byte(), torch.tensor([-1, 0]))
+    rest = (torch.tensor([2, 3]), torch.tensor([2, 3]), int32([0, 2]))
+    with pytest.raises(ValueError, match="no tail"):
+        kernels.write_pools(requests[0][0][2:], requests[0][1][2:], *args, None, *rest)
+    with pytest.raises(ValueError, match="does not end a pool"):
+        kernels.write_pools(
+            requests[0][0][2:], requests[0][1][2:], ape, args[1], torch.tensor([0, -1]), None, *rest
+        )
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("interleave", [4, 8, 64])
+def test_gathered_pools_equal_the_single_rank_cache(kernels, world, interleave):
+    lengths = [37, 530, 3, 256]
+    requests, ape = random_requests(lengths)
+    pools = [n // 4 for n in lengths]
+    batch = [[(r, 0, n) for r, n in enumerate(lengths)]]
+    single = run_chunks(kernels, requests, batch, ape)
+    pages = [-(-n // PLACES) for n in pools]
+    table = int32([[3 * r + 1 + b for b in range(3)] for r in range(len(lengths))])
+
+    lens, starts, padded = layout(pools, world, interleave // 4)
+    gathered = torch.full((world * padded, INDEX), 0x77, dtype=torch.uint8)
+    for rank in range(world):
+        cache = run_chunks(
+            kernels, requests, batch, ape, world=world, rank=rank, interleave=interleave
+        )
+        span = gathered[rank * padded : (rank + 1) * padded]
+        kernels.pack_pools(cache, table, lens[rank], starts[rank], span)
+    out = torch.full((sum(pages), PAGE_BYTES), 0xEE, dtype=torch.uint8)
+    page_starts = int32([sum(pages[:r]) for r in range(len(pages))])
+    kernels.unpack_pools(gathered, starts, int32(pools), interleave // 4, out, page_starts)
+    expected = torch.cat([single[3 * r + 1 : 3 * r + 1 + n] for r, n in enumerate(pages)])
+    assert torch.equal(out, expected.flatten(1))
+
+
+# Selection
+
+
+def random_index(pools, seed=3):
+    """Planar pages of one request, with ties: every key occurs twice."""
+    g = torch.Generator().manual_seed(seed)
+    keys = torch.randn(pools, 128, generator=g)
+    keys[pools // 2 : pools // 2 * 2] = keys[: pools // 2]
+    records = torch.cat(
+        [
+            keys.to(torch.float8_e4m3fn).view(torch.uint8),
+            torch.full((pools, 1), 0.5).view(torch.uint8),
+        ],
+        1,
+    )
+    return records
+
+
+def planar(records):
+    pages = torch.zeros(-(-records.shape[0] // PLACES), PAGE_BYTES, dtype=torch.uint8)
+    for p in range(records.shape[0]):
+        page, place = divmod(p, PLACES)
+        pages[page, place * 128 : place * 128 + 128] = records[p, :128]
+        pages[page, 8192 + place * 4 : 8196 + place * 4] = records[p, 128:]
+    return pages
+
+
+def queries(rows, heads=4, seed=5):
+    g = torch.Generator().manual_seed(seed)
+    q = torch.randn(rows, heads, 128, generator=g).to(torch.float8_e4m3fn)
+    return q, torch.randn(rows, heads, generator=g)
+
+
+def test_selection_against_fp64_with_ties_and_short_rows(kernels):
+    records, (q, w) = random_index(200), queries(6)
+    counts, topk = [200, 17, 16, 0, 150, POISON], 16
+    req = int32([0, 0, 0, 0, 0, -1])
+    ids, scores = kernels.select_pools(
+        q, w, planar(records), int32([[0, 1, 2, 3]]), req, int32(counts), topk
+    )
+    key = records[:, :128].contiguous().view(torch.float8_e4m3fn).double()
+    exact = (torch.einsum("thd,pd->thp", q.double(), key).relu() * w.double().unsqueeze(2)).sum(
+        1
+    ) / 2
+    for row in (0, 1, 4):
+        ranked = sorted(range(counts[row]), key=lambda p: (-float(exact[row, p].float()), p))[:topk]
+        assert ids[row].tolist() == ranked
+        torch.testing.assert_close(scores[row].double(), exact[row, ranked])
+    assert ids[2].tolist() == list(range(16))
+    for row in (3, 5):
+        assert ids[row].tolist() == [-1] * topk and bool((scores[row] == -math.inf).all())
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ordinary_merge_equals_the_single_rank_selection(kernels, world):
+    pools, interleave, topk = 300, 2, 32
+    records, (q, w) = random_index(pools), queries(9)
+    counts = int32([300, 299, 33, 32, 31, 1, 0, 130, 64])
+    req = torch.zeros(9, dtype=torch.int32)
+    expected, _ = kernels.select_pools(
+        q, w, planar(records), int32([[0, 1, 2, 3, 4]]), req, counts, topk
+    )
+    all_scores, all_ids = [], []
+    for rank in range(world):
+        mine = [p for p in range(pools) if p // interleave % world == rank]
+        local = int32([sum(p < n for p in mine) for n in counts.tolist()])
+        ids, scores = kernels.select_pools(
+            q, w, planar(records[mine]), int32([[0, 1, 2]]), req, local, topk
+        )
+        lookup = torch.tensor([*mine, -1], dtype=torch.int32)
+        all_ids.append(lookup[ids.long()])
+        all_scores.append(scores)
+    merged = kernels.merge_pool_candidates(torch.cat(all_scores, 1), torch.cat(all_ids, 1), topk)
+    assert torch.equal(merged, expected)
+
+
+def test_expand_order_is_history_tail_then_nothing(kernels):
+    topk, width = 512, 2051
+    positions = [4002, 3999, 4000, 2, -1, 9]
+    ids = torch.full((6, topk), -1, dtype=torch.int32)
+    for row in range(3):
+        ids[row] = torch.randperm(999, generator=torch.Generator().manual_seed(row))[:topk]
+    ids[4] = POISON
+    ids[5, :3] = int32([1, POISON, 0])
+    expected = torch.full((6, width), -1, dtype=torch.int32)
+    for row, p in enumerate(positions):
+        kept = [g for g in ids[row].tolist() if 0 <= g < (p + 1) // 4]
+        tokens = [g * 4 + i for g in kept for i in range(4)]
+        tokens += list(range((p + 1) // 4 * 4, p + 1))
+        expected[row, : len(tokens)] = int32(tokens)
+    assert [int((expected[r] >= 0).sum()) for r in range(6)] == [2051, 2048, 2049, 3, 0, 10]
+    for _ in range(100):
+        assert torch.equal(kernels.expand_pools(ids, torch.tensor(positions), 4, width), expected)
+    with pytest.raises(ValueError, match=r"2050.*2051"):
+        kernels.expand_pools(ids, torch.tensor(positions), 4, 2050)
+
+
+# Rows
+
+
+@pytest.mark.parametrize(("world", "interleave"), [(4, 4), (3, 64), (2, 8)])
+def test_remap_finds_every_token(kernels, world, interleave):
+    lengths = [19, 33, 700]
+    _, starts, padded = layout(lengths, world, interleave)
+    buffer = {}
+    for rank in range(world):
+        row = rank * padded
+        for r, n in enumerate(lengths):
+            for t in range(n):
+                if t // interleave % world == rank:
+                    buffer[row] = (r, t)
+                    row += 1
+    for r, n in enumerate(lengths):
+        tokens = torch.cat([torch.randperm(n), torch.tensor([-1])]).int().unsqueeze(0)
+        rows = kernels.remap(tokens, int32([r]), starts, padded, world, interleave)
+        assert rows.dtype == torch.int32 and rows[0, -1] == -1
+        assert [buffer[x] for x in rows[0, :-1].tolist()] == [
+            (r, t) for t in tokens[0, :-1].tolist()
+        ]
+
+
+def test_remap_worked_example_and_padding_rows(kernels):
+    _, starts, padded = layout([19, 33], 4, 4)
+    assert starts[:, 1].tolist() == [7, 4, 4, 4] and padded == 16
+    tokens = torch.full((5, 4), POISON, dtype=torch.int32)
+    tokens[:3] = int32([[18, 0, -1, 7], [32, -1, 4, 16], [-1, -1, -1, -1]])
+    out = torch.full_like(tokens, POISON)
+    got = kernels.remap(tokens, int32([0, 1, 0, -1, -1]), starts, padded, 4, 4, out)
+    assert got is out
+    assert out.tolist() == [[6, 0, -1, 19], [15, -1, 20, 11], [-1] * 4, [-1] * 4, [-1] * 4]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_filter_local_splits_tokens_over_ranks_in_order(kernels, world):
+    page, stride, interleave = 64, 70, 4
+    table = int32([[9, 2, 30], [5, 7, 1]])
+    tokens = torch.full((3, 200), -1, dtype=torch.int32)
+    tokens[0, :180], tokens[1, :150:2] = torch.randperm(180).int(), torch.randperm(150)[:75].int()
+    tokens[2] = POISON
+    total = torch.zeros(3, dtype=torch.int32)
+    for rank in range(world):
+        rows, counts = kernels.filter_local(
+            tokens, int32([0, 1, -1]), table, stride, page, rank, world, interleave
+        )
+        for r in range(3):
+            mine = []
+            for t in tokens[r].tolist() if r < 2 else []:
+                if t >= 0 and t // interleave % world == rank:
+                    j = t // (interleave * world) * interleave + t % interleave
+                    mine.append(int(table[r, j // page]) * stride + j % page)
+            assert rows[r].tolist() == mine + [-1] * (200 - len(mine)) and counts[r] == len(mine)
+        total += counts
+    assert total.tolist() == [180, 75, 0]
+
+
+# Attention
+
+
+def oracle(q, records, row_ids, counts, scale):
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float64)
+    for t in range(q.shape[0]):
+        ids = [i for i in row_ids[t, : int(counts[t])].tolist() if i >= 0]
+        if ids:
+            kv = ref.dequantize_records(records[ids], torch.float64)
+            scores = q[t].double() @ kv.t() * scale
+            lse[t] = torch.logsumexp(scores, 1)
+            out[t] = scores.softmax(1) @ kv
+    return out, lse
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "width", "pool"), [(5, 2, 3, 7), (40, 16, 517, 900), (3, 64, 2051, 4000)]
+)
+def test_attention_against_fp64(kernels, rows, heads, width, pool):
+    records = torch.zeros(pool, RECORD + 48, dtype=torch.uint8)[:, :RECORD]
+    records.copy_(ref.quantize_records(torch.randn(pool, 512)))
+    # Row 0 is what a masked column would read by accident: all bytes NaN.
+    records[0] = 0xFF
+    q = torch.randn(rows, heads, 512).bfloat16()
+    ids = torch.randint(1, pool, (rows, width), dtype=torch.int32)
+    ids[torch.rand(rows, width) < 0.2] = -1
+    counts = torch.randint(1, width + 1, (rows,), dtype=torch.int32)
+    counts[0] = width
+    ids[1], counts[2] = -1, 0
+    ids[torch.arange(width) >= counts.unsqueeze(1)] = POISON
+    scale = 512**-0.5
+    out, lse = kernels.attend(q, records, ids, counts, scale)
+    assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    want, want_lse = oracle(q, records, ids, counts, scale)
+    assert torch.equal(lse == -math.inf, want_lse == -math.inf)
+    for row in (1, 2):
+        assert bool((out[row] == 0).all()) and bool((lse[row] == -math.inf).all())
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out.double(), want, rtol=2**-8, atol=1e-5)
+    x, y = out.double(), want
+    assert 1 - 2 * (x * y).sum() / (x * x + y * y).sum() < 1e-5
+
+
+def test_attention_reads_rows_beyond_any_table_bound(kernels):
+    records = ref.quantize_records(torch.randn(70_000, 512))
+    q = torch.randn(1, 1, 512).bfloat16()
+    out, lse = kernels.attend(q, records, int32([[69_999]]), int32([1]), 0.1)
+    kv = ref.dequantize_records(records[69_999:])
+    torch.testing.assert_close(out[0].float(), kv, rtol=2**-8, atol=0)
+    torch.testing.assert_close(lse[0], 0.1 * (q[0].float() @ kv.t())[0])
+
+
+def test_attention_without_rows_or_records(kernels):
+    out, lse = kernels.attend(
+        torch.ones(2, 3, 512).bfloat16(),
+        torch.zeros(0, RECORD).byte(),
+        int32([[-1], [POISON]]),
+        int32([1, 0]),
+        1.0,
+    )
+    assert bool((out == 0).all()) and bool((lse == -math.inf).all())
+    out, lse = kernels.attend(
+        torch.ones(0, 3, 512).bfloat16(),
+        torch.zeros(4, RECORD).byte(),
+        torch.zeros(0, 5).int(),
+        int32([]),
+        1.0,
+    )
+    assert out.shape == (0, 3, 512) and lse.shape == (0, 3)

@@ -1,0 +1,425 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse MLA operations in plain torch: the CPU provider and the oracle of the others.
+
+Written for clarity and exactness, not speed; memory is bounded by working on row chunks. Reading
+lengths on the host is free here, so it is done freely; a GPU provider must not.
+"""
+
+import math
+
+import torch
+
+from .base import (
+    FP8_MAX,
+    FP8_RECORD_BYTES,
+    INDEX_DIM,
+    INDEX_PAGE_BYTES,
+    INDEX_RECORD_BYTES,
+    INDEX_SCALE_OFFSET,
+    LATENT_DIM,
+    POOLS_PER_INDEX_PAGE,
+    SCALE_GROUP,
+)
+
+_CHUNK_ELEMENTS = 1 << 24
+
+
+def quantize_records(latents: torch.Tensor) -> torch.Tensor:
+    """[T, 512] bf16 or float -> [T, 528] uint8 FP8 records (see ``base``)."""
+    if latents.dim() != 2 or latents.shape[1] != LATENT_DIM:
+        raise ValueError(f"latents must be [tokens, {LATENT_DIM}], got {tuple(latents.shape)}")
+    groups = latents.float().unflatten(1, (LATENT_DIM // SCALE_GROUP, SCALE_GROUP))
+    scales = groups.abs().amax(dim=2) / FP8_MAX
+    # amax / 448 may underflow to zero for a non-zero group as well.
+    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    values = (groups / scales.unsqueeze(2)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return torch.cat([values.flatten(1).view(torch.uint8), scales.view(torch.uint8)], dim=1)
+
+
+def dequantize_records(records: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """[..., 528] uint8 FP8 records -> [..., 512] latents in ``dtype``."""
+    if records.shape[-1] != FP8_RECORD_BYTES:
+        raise ValueError(f"records are {records.shape[-1]} bytes wide, need {FP8_RECORD_BYTES}")
+    values = records[..., :LATENT_DIM].contiguous().view(torch.float8_e4m3fn).to(dtype)
+    scales = records[..., LATENT_DIM:].contiguous().view(torch.float32).to(dtype)
+    grouped = values.unflatten(-1, (LATENT_DIM // SCALE_GROUP, SCALE_GROUP))
+    return (grouped * scales.unsqueeze(-1)).flatten(-2)
+
+
+def hadamard128(x: torch.Tensor) -> torch.Tensor:
+    """Rotate the last dimension (128) of an fp32 tensor; fp32 butterflies, stride 1 first."""
+    shape = x.shape
+    for log_stride in range(7):
+        pairs = x.reshape(-1, INDEX_DIM >> (log_stride + 1), 2, 1 << log_stride)
+        a, b = pairs[:, :, 0], pairs[:, :, 1]
+        x = torch.stack([a + b, a - b], dim=2)
+    return x.reshape(shape) * (1.0 / math.sqrt(INDEX_DIM))
+
+
+def compress_pools(k: torch.Tensor, gate: torch.Tensor, ape: torch.Tensor) -> torch.Tensor:
+    """[n, pool, 128] k and gate, [pool, 128] ape -> [n, 132] uint8 index records."""
+    score = gate.float() + ape.float()
+    # exp in fp64, rounded once: the fp32 one may differ with an element's place in a vector
+    # register, and pools must not depend on how a prompt was cut.
+    prob = (score - score.amax(dim=1, keepdim=True)).double().exp().float()
+    k = k.float()
+    total, norm = torch.zeros_like(prob[:, 0]), torch.zeros_like(prob[:, 0])
+    for place in range(ape.shape[0]):
+        norm = norm + prob[:, place]
+        total = total + k[:, place] * prob[:, place]
+    x = (total / norm).bfloat16().float()
+    x = hadamard128(x).bfloat16().float()
+    target = x.abs().amax(dim=1).clamp(min=1e-4) * (1.0 / FP8_MAX)
+    # ceil(log2(.)) from the exponent itself, exact at powers of two.
+    mantissa, exponent = torch.frexp(target)
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+    scale = torch.ldexp(torch.ones_like(target), exponent).unsqueeze(1)
+    keys = (x / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return torch.cat([keys.view(torch.uint8), scale.view(torch.uint8)], dim=1)
+
+
+def index_planes(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Planar index pages -> views of keys [pages, 64, 128] and scales [pages, 64, 4], uint8.
+
+    Accepts [pages, 64, 132] and [pages, 8448]; the page stride may be padded, the bytes of one page
+    may not.
+    """
+    width = pages.shape[1:].numel()
+    if pages.dtype != torch.uint8 or width != INDEX_PAGE_BYTES:
+        raise ValueError(
+            f"an index page is {width} elements of {pages.dtype}, need {INDEX_PAGE_BYTES} bytes"
+        )
+    inner = pages.stride()[1:]
+    expected = (INDEX_RECORD_BYTES, 1) if pages.dim() == 3 else (1,)
+    if inner != expected:
+        raise ValueError(f"index page strides inside a page are {inner}, need {expected}")
+    flat = pages.as_strided(
+        (pages.shape[0], INDEX_PAGE_BYTES), (pages.stride(0), 1), pages.storage_offset()
+    )
+    keys = flat[:, :INDEX_SCALE_OFFSET].unflatten(1, (POOLS_PER_INDEX_PAGE, INDEX_DIM))
+    scales = flat[:, INDEX_SCALE_OFFSET:].unflatten(1, (POOLS_PER_INDEX_PAGE, 4))
+    return keys, scales
+
+
+def _check_cache(cache: torch.Tensor) -> None:
+    if cache.dim() != 3 or cache.dtype != torch.uint8 or cache.shape[2] != FP8_RECORD_BYTES:
+        raise ValueError(
+            f"the cache is {tuple(cache.shape)} of {cache.dtype}, need "
+            f"[pages, page_size, {FP8_RECORD_BYTES}] of uint8"
+        )
+    if cache.stride()[1:] != (FP8_RECORD_BYTES, 1):
+        raise ValueError(
+            f"the cache's strides inside a page are {cache.stride()[1:]} bytes, need "
+            f"({FP8_RECORD_BYTES}, 1)"
+        )
+
+
+def _check_span(out: torch.Tensor, width: int, rows: int) -> None:
+    if out.dim() != 2 or out.dtype != torch.uint8 or out.shape[1] != width:
+        raise ValueError(
+            f"the packed buffer is {tuple(out.shape)} of {out.dtype}, need [rows, {width}] of uint8"
+        )
+    if rows > out.shape[0]:
+        raise ValueError(f"{rows} rows to pack, the packed buffer holds {out.shape[0]}")
+
+
+def _spans(
+    local_lens: torch.Tensor, starts: torch.Tensor, page_size: int, block_table: torch.Tensor
+):
+    """Yield (physical pages, offsets, destination slice) of each request that owns something."""
+    lens, begins = local_lens.tolist(), starts.tolist()
+    for r, (length, begin) in enumerate(zip(lens, begins[: len(lens)], strict=True)):
+        if length <= 0:
+            continue
+        j = torch.arange(length, device=block_table.device)
+        yield block_table[r].long()[j // page_size], j % page_size, slice(begin, begin + length)
+
+
+def _end_row(local_lens: torch.Tensor, starts: torch.Tensor) -> int:
+    ends = [
+        begin + length
+        for begin, length in zip(starts.tolist(), local_lens.tolist(), strict=False)
+        if length > 0
+    ]
+    return max(ends, default=0)
+
+
+class TorchReferenceKernels:
+    """:class:`~.base.SparseMLAKernels` in torch.
+
+    Args:
+        compute_dtype: accumulation dtype of :meth:`attend`; ``torch.float64`` makes it an oracle.
+    """
+
+    def __init__(self, compute_dtype: torch.dtype = torch.float32) -> None:
+        self.compute_dtype = compute_dtype
+
+    def write_records(self, latents, cache, slot_mapping) -> None:
+        """See :meth:`SparseMLAKernels.write_records`."""
+        _check_cache(cache)
+        slots = slot_mapping.long()
+        rows = (slots >= 0).nonzero().squeeze(1)
+        slots = slots[rows]
+        page_size = cache.shape[1]
+        cache[slots // page_size, slots % page_size] = quantize_records(latents[rows])
+
+    def pack_records(self, cache, block_table, local_lens, starts, out) -> None:
+        """See :meth:`SparseMLAKernels.pack_records`."""
+        _check_cache(cache)
+        _check_span(out, FP8_RECORD_BYTES, _end_row(local_lens, starts))
+        for pages, offsets, span in _spans(local_lens, starts, cache.shape[1], block_table):
+            out[span] = cache[pages, offsets]
+
+    def write_pools(
+        self,
+        k,
+        gate,
+        ape,
+        index_cache,
+        pool_slots,
+        tail_cache,
+        tail_slots,
+        positions,
+        query_start_loc,
+    ) -> None:
+        """See :meth:`SparseMLAKernels.write_pools`."""
+        keys, scales = index_planes(index_cache)
+        pool_size = ape.shape[0]
+        bounds = query_start_loc.long()
+        tokens = torch.arange(int(bounds[-1]), device=k.device)
+        request = torch.searchsorted(bounds, tokens, right=True) - 1
+        first, end = bounds[request], bounds[request + 1]
+
+        last = (pool_slots[: tokens.numel()] >= 0).nonzero().squeeze(1)
+        if last.numel():
+            ends_inside = (positions[last] + 1) % pool_size
+            if bool(ends_inside.any()):
+                wrong = last[ends_inside != 0][0]
+                raise ValueError(
+                    f"token {int(wrong)} at position {int(positions[wrong])} has a pool slot but "
+                    f"does not end a pool of {pool_size}"
+                )
+            back = torch.arange(pool_size - 1, -1, -1, device=k.device)
+            members = last.unsqueeze(1) - back
+            here = members >= first[last].unsqueeze(1)
+            source = members.clamp(min=0)
+            pool_k, pool_gate = k[source], gate[source]
+            if not bool(here.all()):
+                needy = last[~here.all(dim=1)]
+                if tail_cache is None or bool((tail_slots[needy] < 0).any()):
+                    raise ValueError(
+                        f"the pool that ends at token {int(needy[0])} began before this batch and "
+                        "there is no tail to complete it from"
+                    )
+                ring = tail_cache.shape[2]
+                block = (tail_slots[last].long() // ring).clamp(min=0).unsqueeze(1)
+                place = (positions[last].long().unsqueeze(1) - back) % ring
+                here = here.unsqueeze(2)
+                pool_k = torch.where(here, pool_k, tail_cache[block, 0, place])
+                pool_gate = torch.where(here, pool_gate, tail_cache[block, 1, place])
+            records = compress_pools(pool_k, pool_gate, ape)
+            slots = pool_slots[last].long()
+            page, place = slots // POOLS_PER_INDEX_PAGE, slots % POOLS_PER_INDEX_PAGE
+            keys[page, place] = records[:, :INDEX_DIM]
+            scales[page, place] = records[:, INDEX_DIM:]
+
+        if tail_cache is not None:
+            ring = tail_cache.shape[2]
+            # Older tokens of the chunk would land on the same places.
+            keep = (tail_slots[: tokens.numel()] >= 0) & (tokens >= end - ring)
+            kept = keep.nonzero().squeeze(1)
+            slots = tail_slots[kept].long()
+            tail_cache[slots // ring, 0, slots % ring] = k[kept].to(tail_cache.dtype)
+            tail_cache[slots // ring, 1, slots % ring] = gate[kept].to(tail_cache.dtype)
+
+    def pack_pools(self, index_cache, block_table, local_lens, starts, out) -> None:
+        """See :meth:`SparseMLAKernels.pack_pools`."""
+        keys, scales = index_planes(index_cache)
+        _check_span(out, INDEX_RECORD_BYTES, _end_row(local_lens, starts))
+        for pages, offsets, span in _spans(local_lens, starts, POOLS_PER_INDEX_PAGE, block_table):
+            out[span, :INDEX_DIM] = keys[pages, offsets]
+            out[span, INDEX_DIM:] = scales[pages, offsets]
+
+    def unpack_pools(self, gathered, starts, pool_lens, interleave, out, page_starts) -> None:
+        """See :meth:`SparseMLAKernels.unpack_pools`."""
+        keys, scales = index_planes(out)
+        world = starts.shape[0]
+        padded = gathered.shape[0] // world
+        _check_span(gathered, INDEX_RECORD_BYTES, 0)
+        begins = starts.long()
+        for r, (length, page) in enumerate(
+            zip(pool_lens.tolist(), page_starts.tolist()[: pool_lens.shape[0]], strict=True)
+        ):
+            if length <= 0:
+                continue
+            pool = torch.arange(length, device=gathered.device)
+            rank = pool // interleave % world
+            local = pool // (interleave * world) * interleave + pool % interleave
+            records = gathered[rank * padded + begins[rank, r] + local]
+            pages, places = page + pool // POOLS_PER_INDEX_PAGE, pool % POOLS_PER_INDEX_PAGE
+            keys[pages, places] = records[:, :INDEX_DIM]
+            scales[pages, places] = records[:, INDEX_DIM:]
+
+    def select_pools(self, q_fp8, weights, index_pages, page_table, req_id, pool_counts, topk):
+        """See :meth:`SparseMLAKernels.select_pools`.
+
+        A score is a pure function of (query, key): dot products are exact in fp64 and heads are
+        added in order, so the same key scores the same bits on one rank and on N.
+        """
+        keys, scales = index_planes(index_pages)
+        rows = q_fp8.shape[0]
+        pool_ids = torch.full((rows, topk), -1, dtype=torch.int32, device=q_fp8.device)
+        scores = torch.full((rows, topk), -math.inf, dtype=torch.float32, device=q_fp8.device)
+        live = (req_id >= 0) & (pool_counts > 0)
+        for r in req_id[live].unique().tolist():
+            members = ((req_id == r) & live).nonzero().squeeze(1)
+            most = int(pool_counts[members].max())
+            pool = torch.arange(most, device=q_fp8.device)
+            pages = page_table[r].long()[pool // POOLS_PER_INDEX_PAGE]
+            places = pool % POOLS_PER_INDEX_PAGE
+            key = keys[pages, places].contiguous().view(torch.float8_e4m3fn).double().t()
+            scale = scales[pages, places].contiguous().view(torch.float32).squeeze(1).double()
+            for chunk in members.split(max(1, _CHUNK_ELEMENTS // (most * 4))):
+                score = torch.zeros(chunk.numel(), most, dtype=torch.float64, device=q_fp8.device)
+                for head in range(q_fp8.shape[1]):
+                    dots = (q_fp8[chunk, head].double() @ key).relu_()
+                    score += dots * weights[chunk, head].double().unsqueeze(1)
+                score = (score * scale).float()
+                unseen = pool.unsqueeze(0) >= pool_counts[chunk].unsqueeze(1)
+                score.masked_fill_(unseen, -math.inf)
+                ids = torch.where(unseen, -1, pool.unsqueeze(0))
+                best_ids, best_scores = _best(score, ids, topk)
+                width = best_ids.shape[1]
+                pool_ids[chunk, :width] = best_ids.int()
+                scores[chunk, :width] = best_scores
+        return pool_ids, scores
+
+    def merge_pool_candidates(self, scores, global_ids, topk):
+        """See :meth:`SparseMLAKernels.merge_pool_candidates`."""
+        ids = global_ids.long()
+        unknown = torch.iinfo(torch.int64).max
+        ids, order = torch.where(ids < 0, unknown, ids).sort(dim=1, stable=True)
+        ids = torch.where(ids == unknown, -1, ids)
+        best, _ = _best(scores.gather(1, order), ids, topk)
+        out = torch.full((ids.shape[0], topk), -1, dtype=torch.int32, device=ids.device)
+        out[:, : best.shape[1]] = best.int()
+        return out
+
+    def expand_pools(self, pool_ids, positions, pool_size, width):
+        """See :meth:`SparseMLAKernels.expand_pools`."""
+        rows, topk = pool_ids.shape
+        needed = topk * pool_size + pool_size - 1
+        if width < needed:
+            raise ValueError(
+                f"width {width} cannot hold {topk} pools of {pool_size} and a tail: need {needed}"
+            )
+        seen = positions.long().unsqueeze(1) + 1
+        ids = pool_ids.long()
+        ids = torch.where((ids >= 0) & (ids < seen // pool_size), ids, -1)
+        inside = torch.arange(pool_size, device=ids.device)
+        history = torch.where(
+            ids.unsqueeze(2) >= 0, ids.unsqueeze(2) * pool_size + inside, -1
+        ).flatten(1)
+        tail = seen // pool_size * pool_size + inside[: pool_size - 1]
+        tail = torch.where(tail < seen, tail, -1)
+        tokens, _ = _compact(torch.cat([history, tail], dim=1))
+        out = torch.full((rows, width), -1, dtype=torch.int32, device=ids.device)
+        out[:, :needed] = tokens.int()
+        return out
+
+    def remap(
+        self, token_ids, req_id, starts, padded, dcp_world_size, interleave, out=None
+    ) -> torch.Tensor:
+        """See :meth:`SparseMLAKernels.remap`."""
+        if starts.shape[0] != dcp_world_size:
+            raise ValueError(f"starts has {starts.shape[0]} ranks, dcp_world_size={dcp_world_size}")
+        valid = (token_ids >= 0) & (req_id >= 0).unsqueeze(1)
+        # Invalid ids take part as token 0 of request 0, so that nothing out of range is read.
+        token = torch.where(valid, token_ids, 0).long()
+        request = req_id.clamp(min=0).long().unsqueeze(1)
+        rank = token // interleave % dcp_world_size
+        local = token // (interleave * dcp_world_size) * interleave + token % interleave
+        row = rank * padded + starts.long()[rank, request] + local
+        if out is None:
+            out = torch.empty_like(token_ids, dtype=torch.int32)
+        return out.copy_(torch.where(valid, row, -1))
+
+    def filter_local(
+        self,
+        token_ids,
+        req_id,
+        block_table,
+        block_stride_rows,
+        page_size,
+        rank,
+        dcp_world_size,
+        interleave,
+    ):
+        """See :meth:`SparseMLAKernels.filter_local`."""
+        valid = (token_ids >= 0) & (req_id >= 0).unsqueeze(1)
+        token = torch.where(valid, token_ids, 0).long()
+        valid &= token // interleave % dcp_world_size == rank
+        local = token // (interleave * dcp_world_size) * interleave + token % interleave
+        local = torch.where(valid, local, 0)
+        page = block_table.long()[req_id.clamp(min=0).long().unsqueeze(1), local // page_size]
+        row = torch.where(valid, page * block_stride_rows + local % page_size, -1)
+        rows, counts = _compact(row)
+        if rows.numel() and int(rows.max()) > torch.iinfo(torch.int32).max:
+            raise ValueError(f"cache row {int(rows.max())} does not fit int32")
+        return rows.int(), counts.int()
+
+    def attend(self, q, records, row_ids, counts, scale):
+        """See :meth:`SparseMLAKernels.attend`."""
+        if records.dim() != 2 or records.shape[1] != FP8_RECORD_BYTES or records.stride(1) != 1:
+            raise ValueError(
+                f"records are {tuple(records.shape)} with strides {records.stride()}, need "
+                f"[rows, {FP8_RECORD_BYTES}] with inner stride 1"
+            )
+        rows, heads = q.shape[0], q.shape[1]
+        out = torch.zeros_like(q)
+        lse = torch.full((rows, heads), -math.inf, dtype=torch.float32, device=q.device)
+        if rows == 0 or records.shape[0] == 0:
+            return out, lse
+        dtype = self.compute_dtype
+        width = row_ids.shape[1]
+        column = torch.arange(width, device=q.device)
+        per_row = max(1, width) * (LATENT_DIM + heads)
+        for chunk in torch.arange(rows, device=q.device).split(max(1, _CHUNK_ELEMENTS // per_row)):
+            ids = row_ids[chunk].long()
+            valid = (column < counts[chunk].unsqueeze(1)) & (ids >= 0)
+            latents = dequantize_records(records[torch.where(valid, ids, 0)], dtype)
+            # The stand-in record of a masked column may hold anything, NaN included.
+            latents.masked_fill_(~valid.unsqueeze(2), 0.0)
+            scores = torch.bmm(q[chunk].to(dtype), latents.transpose(1, 2)) * scale
+            scores.masked_fill_(~valid.unsqueeze(1), -math.inf)
+            log_sum = torch.logsumexp(scores, dim=2)
+            empty = ~valid.any(dim=1)
+            log_sum.masked_fill_(empty.unsqueeze(1), -math.inf)
+            # -inf - (-inf) would be NaN in an empty row.
+            shift = torch.where(empty.unsqueeze(1), 0.0, log_sum)
+            out[chunk] = torch.bmm((scores - shift.unsqueeze(2)).exp(), latents).to(q.dtype)
+            lse[chunk] = log_sum.float()
+        return out, lse
+
+
+def _best(scores: torch.Tensor, ids: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Best ``topk`` columns; ``ids`` ascend along a row, with -1 after the last one.
+
+    Rows with at most ``topk`` ids keep their order; others are sorted by descending score, where
+    the stable sort gives ties to the lower id.
+    """
+    valid = ids >= 0
+    scores = torch.where(valid, scores, -math.inf)
+    # NaN and -inf scores of real ids still come before the invalid columns.
+    order = scores.sort(dim=1, descending=True, stable=True).indices
+    order = order.gather(1, (~valid.gather(1, order)).int().sort(dim=1, stable=True).indices)
+    few = valid.sum(dim=1, keepdim=True) <= topk
+    order = torch.where(few, torch.arange(ids.shape[1], device=ids.device), order)[:, :topk]
+    return ids.gather(1, order), scores.gather(1, order)
+
+
+def _compact(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Move the non-negative entries of each row to the left, in order; also count them."""
+    valid = ids >= 0
+    order = (~valid).int().sort(dim=1, stable=True).indices
+    return ids.gather(1, order), valid.sum(dim=1)
