@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Registration, in fresh processes: what it adds, what it refuses, and what it leaves alone."""
+
+import importlib
+import multiprocessing
+import os
+import pickle
+import re
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+import vllm.plugins.b12x_mla_sparse as plugin
+
+ROOT = Path(__file__).parents[2]
+GATHER, MIN, MAX = (flag.name for flag in plugin.FLAGS)
+
+
+def run(code: str, **env: str) -> subprocess.CompletedProcess:
+    """Run ``code`` in a fresh interpreter without this suite's flags."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_B12X")}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**clean, "CUDA_VISIBLE_DEVICES": "", **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_fresh_process_registers_in_time_without_cuda_or_models():
+    result = run(
+        "import sys, time, torch\n"
+        "import vllm.v1.attention.backends.registry as r\n"
+        "members = r.AttentionBackendEnum.__members__\n"
+        "stock = {name: member.value for name, member in members.items()}\n"
+        "start = time.perf_counter()\n"
+        "from vllm.plugins.b12x_mla_sparse import register, register_platform\n"
+        "assert register() is None and register_platform() is None\n"
+        "print('SECONDS', time.perf_counter() - start)\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "assert not [m for m in sys.modules if m.startswith('vllm.models')]\n"
+        "after = {name: member.value for name, member in members.items()}\n"
+        "path = after.pop('B12X_MLA_SPARSE')\n"
+        "assert path == 'vllm.v1.attention.backends.mla.b12x_mla_sparse.B12xMLASparseBackend'\n"
+        "assert r.AttentionBackendEnum['B12X_MLA_SPARSE'].get_path() == path\n"
+        "assert after == stock\n"
+        "assert set(r._ATTN_OVERRIDES) == {r.AttentionBackendEnum['B12X_MLA_SPARSE']}\n"
+        "import vllm.envs as envs\n"
+        "print('FLAGS', envs.VLLM_B12X_MLA_CKV_GATHER, envs.VLLM_B12X_MLA_CKV_GATHER_MIN_TOKENS,\n"
+        "      envs.VLLM_B12X_MLA_CKV_GATHER_MAX_TOKENS)\n"
+    )
+    assert result.returncode == 0, result.stderr
+    assert float(re.search(r"SECONDS (\S+)", result.stdout)[1]) < 2
+    assert "FLAGS False 16 None" in result.stdout
+
+
+def test_registering_again_changes_nothing():
+    plugin.register()
+    hooks = len(sys.meta_path)
+    member = plugin.AttentionBackendEnum[plugin.BACKEND_NAME]
+    plugin.register()
+    plugin.register_platform()
+    assert plugin.AttentionBackendEnum[plugin.BACKEND_NAME] is member
+    assert list(plugin.AttentionBackendEnum).count(member) == 1
+    assert len(sys.meta_path) == hooks
+
+
+def test_entry_points_of_both_groups_lead_here():
+    for group, function in (
+        ("vllm.general_plugins", plugin.register),
+        ("vllm.platform_plugins", plugin.register_platform),
+    ):
+        (entry,) = entry_points(group=group, name="b12x_mla_sparse")
+        assert entry.load() is function
+
+
+def test_attention_config_accepts_the_name_before_general_plugins_load():
+    result = run(
+        "from vllm.platforms import current_platform\n"
+        "current_platform.device_type\n"
+        "import vllm.plugins\n"
+        "assert not vllm.plugins.plugins_loaded\n"
+        "from vllm.v1.attention.backends.registry import AttentionBackendEnum\n"
+        "print('BACKEND', AttentionBackendEnum['B12X_MLA_SPARSE'].name)\n"
+    )
+    assert "BACKEND B12X_MLA_SPARSE" in result.stdout, result.stderr
+
+
+def test_member_reaches_a_spawned_process_that_has_loaded_no_plugin():
+    plugin.register()
+    member = plugin.AttentionBackendEnum[plugin.BACKEND_NAME]
+    context = multiprocessing.get_context("spawn")
+    result = run(
+        # Pickled here as an argument would be; the child unpickles before it imports any plugin.
+        "import pickle, sys\n"
+        f"member = pickle.loads(bytes.fromhex({pickle.dumps(member).hex()!r}))\n"
+        "import vllm.plugins\n"
+        "assert not vllm.plugins.plugins_loaded\n"
+        "print('GOT', member.name, member.get_path())\n"
+        "assert pickle.loads(pickle.dumps(member)) is member\n"
+    )
+    assert f"GOT {plugin.BACKEND_NAME} {plugin.BACKEND_PATH}" in result.stdout, result.stderr
+    parent, child = context.Pipe()
+    process = context.Process(target=spawned, args=(member, child))
+    process.start()
+    assert parent.poll(100), "the child did not answer"
+    assert parent.recv() is member
+    process.join(20)
+    assert process.exitcode == 0
+
+
+def spawned(member, connection) -> None:
+    connection.send(member)
+
+
+def test_copying_keeps_the_member():
+    import copy
+
+    plugin.register()
+    member = plugin.AttentionBackendEnum[plugin.BACKEND_NAME]
+    assert copy.deepcopy(member) is member
+    assert copy.copy(member) is member
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [(GATHER, text) for text in ("", "2", "true", "on", " 1", "01", "-1")]
+    + [(MIN, text) for text in ("", "-1", "1.5", "16k", "1_000", " 16", "524289", "٣", "9" * 30)]
+    + [(MAX, text) for text in ("", "0", "-1", "none", "0x10", "524289", "1e5")],
+)
+def test_malformed_flag_is_refused_naming_all_three(monkeypatch, name, text):
+    monkeypatch.setenv(name, text)
+    flag = next(flag for flag in plugin.FLAGS if flag.name == name)
+    with pytest.raises(ValueError) as error:
+        plugin.register()
+    for part in (name, repr(text), flag.accepted):
+        assert part in str(error.value)
+    assert plugin.BACKEND_NAME in plugin.AttentionBackendEnum.__members__
+    assert plugin.register_platform() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        (GATHER, "0", False),
+        (GATHER, "1", True),
+        (MIN, "0", 0),
+        (MIN, "524288", 524_288),
+        (MAX, "17", 17),
+        (MAX, "524288", 524_288),
+    ],
+)
+def test_accepted_flag_reads_through_vllm_envs(monkeypatch, name, text, value):
+    import vllm.envs as envs
+
+    if name == MIN and value == 524_288:
+        monkeypatch.delenv(MAX, raising=False)
+    monkeypatch.setenv(name, text)
+    plugin.register()
+    assert getattr(envs, name) == value
+    assert type(getattr(envs, name)) is type(value)
+
+
+def test_limits_that_exclude_every_batch_are_refused(monkeypatch):
+    monkeypatch.setenv(MIN, "100")
+    monkeypatch.setenv(MAX, "100")
+    with pytest.raises(ValueError, match=rf"{MAX}=100.*{MIN}=100"):
+        plugin.register()
+    monkeypatch.setenv(MAX, "101")
+    plugin.register()
+
+
+@pytest.mark.parametrize("found", ["0.32.1", "0.330.0"])
+def test_other_version_is_one_line_and_no_exception(found):
+    result = run(
+        "import importlib.metadata as metadata\n"
+        "real = metadata.version\n"
+        f"metadata.version = lambda name: {found!r} if name == 'vllm' else real(name)\n"
+        "from vllm.plugins.b12x_mla_sparse import register, register_platform\n"
+        "register_platform(); register(); register()\n"
+        "from vllm.v1.attention.backends.registry import AttentionBackendEnum\n"
+        "assert 'B12X_MLA_SPARSE' not in AttentionBackendEnum.__members__\n"
+        "import vllm.envs as envs\n"
+        "assert 'VLLM_B12X_MLA_CKV_GATHER' not in envs.environment_variables\n",
+        VLLM_B12X_MLA_CKV_GATHER="nonsense",
+    )
+    assert result.returncode == 0, result.stderr
+    output = result.stdout + result.stderr
+    lines = [line for line in output.splitlines() if "vllm-b12x-ckv" in line]
+    assert len(lines) == 1
+    assert f"works with vLLM 0.33.x, found {found}" in lines[0]
+
+
+@pytest.mark.parametrize("found", ["0.33.0", "0.33.2", "0.33.1+cu129", "0.33"])
+def test_supported_versions(monkeypatch, found):
+    monkeypatch.setattr(plugin, "version", lambda name: found)
+    assert plugin.version_is_supported()
+
+
+def test_bad_flag_stops_general_plugins_but_not_the_platform():
+    result = run(
+        "from vllm.platforms import current_platform\n"
+        "current_platform.device_type\n"
+        "from vllm.plugins import load_general_plugins\n"
+        "load_general_plugins()\n",
+        VLLM_B12X_MLA_CKV_GATHER="yes",
+        VLLM_PLUGINS="b12x_mla_sparse",
+    )
+    assert result.returncode == 1
+    last = result.stderr.strip().splitlines()[-1]
+    assert last == "ValueError: VLLM_B12X_MLA_CKV_GATHER='yes' is not accepted: set it to 0 or 1"
+    assert result.stderr.count("Traceback") == 1
+
+
+@pytest.fixture
+def fake_model(tmp_path, monkeypatch):
+    """A package with a user of indexers and an indexer module that counts its registrations."""
+    for name in ("user", "ours", "broken"):
+        sys.modules.pop(f"fake_model.{name}", None)
+    sys.modules.pop("fake_model", None)
+    package = tmp_path / "fake_model"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "user.py").write_text("DONE = True\n")
+    (package / "ours.py").write_text(
+        "from fake_model.user import DONE\nassert DONE\nCALLS = []\n"
+        "def register():\n    CALLS.append(1)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(plugin, "INDEXER_USER", "fake_model.user")
+    monkeypatch.setattr(plugin, "INDEXER_MODULE", "fake_model.ours")
+    monkeypatch.setattr(
+        sys, "meta_path", [f for f in sys.meta_path if not isinstance(f, plugin._IndexerHook)]
+    )
+    return package
+
+
+def test_indexer_is_registered_when_its_user_is_imported_and_not_before(fake_model):
+    plugin._arrange_indexer()
+    assert "fake_model.ours" not in sys.modules
+    importlib.import_module("fake_model.user")
+    assert sys.modules["fake_model.ours"].CALLS == [1]
+
+
+def test_indexer_is_registered_at_once_when_its_user_is_there_already(fake_model):
+    importlib.import_module("fake_model.user")
+    plugin._arrange_indexer()
+    assert sys.modules["fake_model.ours"].CALLS == [1]
+
+
+def test_missing_indexer_module_is_no_error(fake_model):
+    (fake_model / "ours.py").unlink()
+    plugin._arrange_indexer()
+    assert importlib.import_module("fake_model.user").DONE
+
+
+def test_error_in_the_indexer_module_is_not_hidden(fake_model):
+    (fake_model / "ours.py").write_text("raise RuntimeError('broken indexer')\n")
+    plugin._arrange_indexer()
+    with pytest.raises(RuntimeError, match="broken indexer"):
+        importlib.import_module("fake_model.user")
+
+
+def test_readme_lists_every_flag_as_the_table_has_it():
+    readme = (ROOT / "README.md").read_text()
+    for flag in plugin.FLAGS:
+        default = {False: "0", None: "unset"}.get(flag.default, str(flag.default))
+        row = f"| `{flag.name}` | {flag.accepted} | {default} | {flag.meaning} |"
+        assert row in readme, f"README.md lacks this row:\n{row}"
