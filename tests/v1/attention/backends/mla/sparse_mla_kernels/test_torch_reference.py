@@ -221,6 +221,15 @@ def test_pool_formula_against_fp64():
     assert error.mean() < exact.abs().mean() / 30
 
 
+def test_pool_scale_stays_at_an_exact_power_of_two():
+    # (19.75 + 0.049) / sqrt(128) rounds to the bf16 1.75 = 448 / 256.
+    k = torch.zeros(1, 4, 128)
+    k[..., 0], k[..., 1] = 19.75, 0.049
+    record = ref.compress_pools(k.bfloat16(), torch.zeros_like(k).bfloat16(), torch.zeros(4, 128))
+    assert record[0, 128:].view(torch.float32).item() == 2.0**-8
+    assert record[0, 0] == 0x7E
+
+
 CUTS = {
     "cut at 10": [[(0, 0, 10)], [(0, 10, 37)]],
     "cut inside one pool twice": [[(0, 0, 9)], [(0, 9, 10)], [(0, 10, 11)], [(0, 11, 37)]],

@@ -5,6 +5,16 @@ Every provider implements :class:`~.base.SparseMLAKernels`: the same tensors, th
 provider module is imported only when it is chosen, so that no GPU toolchain is needed here.
 """
 
+from functools import cache
+
 from .base import SparseMLAKernels
 
-__all__ = ["SparseMLAKernels"]
+__all__ = ["SparseMLAKernels", "get_kernels"]
+
+
+@cache
+def get_kernels() -> SparseMLAKernels:
+    """The provider of this process, chosen once. Only the torch reference exists so far."""
+    from .torch_reference import TorchReferenceKernels
+
+    return TorchReferenceKernels()

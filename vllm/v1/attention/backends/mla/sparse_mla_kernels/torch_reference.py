@@ -394,7 +394,6 @@ class TorchReferenceKernels:
             scores.masked_fill_(~valid.unsqueeze(1), -math.inf)
             log_sum = torch.logsumexp(scores, dim=2)
             empty = ~valid.any(dim=1)
-            log_sum.masked_fill_(empty.unsqueeze(1), -math.inf)
             # -inf - (-inf) would be NaN in an empty row.
             shift = torch.where(empty.unsqueeze(1), 0.0, log_sum)
             out[chunk] = torch.bmm((scores - shift.unsqueeze(2)).exp(), latents).to(q.dtype)
