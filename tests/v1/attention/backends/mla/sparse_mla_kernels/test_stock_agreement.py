@@ -68,8 +68,9 @@ per_token = torch.full((pools, 4), -1)
 per_token[:, 3] = slots
 kernels = TorchReferenceKernels()
 token = torch.arange(pools * 4)
-kernels.write_pools(k, gate, ape, ours, per_token.flatten(), None, torch.full_like(token, -1), token,
-                    torch.tensor([0, pools * 4], dtype=torch.int32))
+no_tail = torch.full_like(token, -1)
+starts = torch.tensor([0, pools * 4], dtype=torch.int32)
+kernels.write_pools(k, gate, ape, ours, per_token.flatten(), None, no_tail, token, starts)
 assert int((theirs != 0).sum()) > pools * 100
 flat = (ours.flatten(1).int() - theirs.flatten(1).int())[:, : 64 * 128]
 # exp of another library may flip the last rounding of a key: one e4m3 step, seldom; scales never.
