@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes reserved equal bytes borrowed, with vLLM's own workspace manager."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from vllm.platforms.ckv_reference import declare_torchvision_ops
+from vllm.v1.attention.backends.mla.ckv_gather import geometry as g
+from vllm.v1.attention.backends.mla.ckv_gather.layout import plan_layout
+from vllm.v1.attention.backends.mla.ckv_gather.workspace import WorkspacePlan
+
+# vLLM's workspace module imports torchvision, which needs this beside a CPU build of torch.
+declare_torchvision_ops()
+
+from vllm.v1.worker import workspace as stock  # noqa: E402
+
+PAGE_SIZES = [64, 128, 192, 256, 320, 512, 1280, 2048, 2304, 4352, 8704]
+
+
+def geometry(page_size, world=4, record=g.FP8_DS_MLA, interleave=4):
+    return g.PageGeometry(page_size, record, 4, interleave, world)
+
+
+def layouts(lengths, world, interleave=4):
+    lengths = torch.tensor(lengths, dtype=torch.int64)
+    return (
+        plan_layout(lengths, dcp_world_size=world, interleave=interleave),
+        plan_layout(lengths // 4, dcp_world_size=world, interleave=interleave // 4),
+    )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_accelerator_cache():
+    # The manager empties the accelerator's cache before it allocates; without one torch raises.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.accelerator, "empty_cache", lambda: None)
+        yield
+
+
+@pytest.fixture
+def manager():
+    stock.reset_workspace_manager()
+    stock.init_workspace_manager(torch.device("cpu"))
+    yield stock.current_workspace_manager()
+    stock.reset_workspace_manager()
+
+
+def allocated(manager):
+    return manager._current_workspaces[0]
+
+
+@pytest.mark.parametrize("record", [g.FP8_DS_MLA, g.NVFP4_DS_MLA], ids=lambda r: r.name)
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_reserved_equals_borrowed(manager, page_size, world, record):
+    max_tokens, max_num_seqs = 5000, 8
+    plan = WorkspacePlan.from_geometry(geometry(page_size, world, record), max_tokens, max_num_seqs)
+    reserved = plan.reserve()
+    before = allocated(manager)
+    assert reserved == plan.num_bytes == before.numel()
+    manager.lock()
+    # The unluckiest admitted batch: every request ends just after rank 0's turn.
+    step = 4 * world
+    lengths = [step * 2 + 4] * 7
+    lengths.append(max_tokens - sum(lengths))
+    layout, pools = layouts(lengths, world)
+    assert layout.visible == max_tokens
+    buffers = plan.borrow(layout, pools)
+    assert allocated(manager) is before
+    assert buffers.latents.shape == (world * layout.padded, record.record_bytes)
+    assert buffers.index.shape == (world * pools.padded, 132)
+    assert buffers.index_pages.shape[1] == 8448
+    spans = []
+    for tensor in (buffers.latents, buffers.index, buffers.index_pages):
+        assert tensor.is_contiguous() and tensor.dtype == torch.uint8
+        begin = tensor.data_ptr() - before.data_ptr()
+        assert begin % 256 == 0
+        spans.append((begin, begin + tensor.numel()))
+    # Disjoint, in order, and inside the reserved bytes.
+    assert [b for span in spans for b in span] == sorted(b for span in spans for b in span)
+    assert spans[-1][1] <= reserved
+
+
+@pytest.mark.parametrize("page_size, records", [(64, 131_200), (2304, 131_328)])
+def test_case_1_bytes_of_the_real_sizes(page_size, records):
+    plan = WorkspacePlan.from_geometry(geometry(page_size), 524_288, 32)
+    assert plan.latents == (4 * records, 528)
+    assert plan.num_bytes >= 4 * records * 528 + 131_072 * 132 * 2
+
+
+def test_case_1_a_plan_of_the_early_page_cannot_serve_the_final_one(manager):
+    early = WorkspacePlan.from_geometry(geometry(64), 524_288, 32)
+    final = WorkspacePlan.from_geometry(geometry(2304), 524_288, 32)
+    assert final.num_bytes - early.num_bytes >= 4 * 128 * 528
+    early.reserve()
+    manager.lock()
+    with pytest.raises(AssertionError, match="locked"):
+        final.borrow(*layouts([16], 4))
+
+
+@pytest.mark.parametrize("page_size", [64, 2304])
+def test_case_4_every_admitted_batch_fits_and_a_larger_one_raises(manager, page_size):
+    plan = WorkspacePlan.from_geometry(geometry(page_size), 4096, 8)
+    plan.reserve()
+    manager.lock()
+    plan.borrow(*layouts([512] * 8, 4))
+    rows = plan.latents[0]
+    full, _ = layouts([rows], 4)
+    assert plan.borrow(full).latents.shape[0] == rows
+    with pytest.raises(ValueError, match=rf"{rows + 4} gathered latent rows, {rows} are"):
+        plan.borrow(layouts([rows + 1], 4)[0])
+    index_rows = plan.index[0]
+    with pytest.raises(ValueError, match=rf"gathered pool rows, {index_rows} are"):
+        plan.borrow(layouts([16], 4)[0], layouts([index_rows * 4 + 4], 4)[1])
+    many = layouts([4] * 200, 4)
+    with pytest.raises(ValueError, match=r"200 index pages|gathered pool rows"):
+        plan.borrow(layouts([16], 4)[0], many[1])
+
+
+def test_case_5_cached_tokens_need_rows(manager):
+    token_budget = WorkspacePlan.from_geometry(geometry(64), 8192, 4)
+    visible = WorkspacePlan.from_geometry(geometry(64), 4 * 40_064, 4)
+    batch = layouts([40_064] * 4, 4)
+    with pytest.raises(ValueError, match="160256 gathered latent rows"):
+        token_budget.borrow(batch[0])
+    visible.reserve()
+    manager.lock()
+    assert visible.borrow(*batch).latents.shape[0] == 160_256
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(st.integers(0, 700), min_size=1, max_size=9),
+    st.sampled_from([2, 3, 4, 8]),
+    st.sampled_from([4, 16, 64]),
+)
+def test_whatever_eligibility_admits_can_be_borrowed(lengths, world, interleave):
+    stock.reset_workspace_manager()
+    stock.init_workspace_manager(torch.device("cpu"))
+    try:
+        plan = WorkspacePlan.from_geometry(
+            geometry(64, world, interleave=interleave), max(sum(lengths), 1), len(lengths)
+        )
+        plan.reserve()
+        stock.lock_workspace()
+        plan.borrow(*layouts(lengths, world, interleave))
+    finally:
+        stock.reset_workspace_manager()
+
+
+def test_scratch_lies_beside_the_buffers(manager):
+    scratch = (((3, 5), torch.float32), ((7,), torch.int32))
+    plan = WorkspacePlan.from_geometry(geometry(64), 512, 2, scratch)
+    assert plan.reserve() == allocated(manager).numel()
+    buffers = plan.borrow(*layouts([100, 200], 4))
+    buffers.latents.fill_(7)
+    buffers.index_pages.fill_(8)
+    buffers.scratch[0].fill_(1.5)
+    buffers.scratch[1].fill_(9)
+    assert buffers.scratch[0].shape == (3, 5)
+    assert int(buffers.latents.min()) == int(buffers.latents.max()) == 7
+    assert int(buffers.index_pages.min()) == int(buffers.index_pages.max()) == 8
+    assert buffers.scratch[0].eq(1.5).all()
+
+
+def test_a_layout_of_other_ranks_is_refused():
+    plan = WorkspacePlan.from_geometry(geometry(64), 512, 2)
+    with pytest.raises(ValueError, match=r"2 ranks.*4"):
+        plan.borrow(layouts([16], 2)[0])
