@@ -68,3 +68,27 @@ def gathered_rows(
         return torch.full_like(tokens, -1, dtype=torch.int32)
     rows = owner * padded + starts.to(torch.int64)[owner, request] + local
     return torch.where(valid, rows, -1).to(torch.int32)
+
+
+def local_lengths(
+    lengths: torch.Tensor, rank: int, *, dcp_world_size: int, interleave: int
+) -> torch.Tensor:
+    """Return how many of the first ``lengths`` tokens (or pools) ``rank`` stores.
+
+    The device form of ``geometry.local_length``; shape and type of ``lengths`` are kept.
+    """
+    chunk = interleave * dcp_world_size
+    rest = lengths % chunk - rank * interleave
+    return lengths // chunk * interleave + rest.clamp(0, interleave)
+
+
+def global_ids(
+    local_ids: torch.Tensor, rank: int, *, dcp_world_size: int, interleave: int
+) -> torch.Tensor:
+    """Return the global ids of what ``rank`` stores at ``local_ids``; negative ids become -1.
+
+    The device form of ``geometry.global_index_of``; shape and type of ``local_ids`` are kept.
+    """
+    chunk = local_ids // interleave * dcp_world_size + rank
+    ids = chunk * interleave + local_ids % interleave
+    return torch.where(local_ids >= 0, ids, -1)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device forms of ownership against the integer ones, and the plan of one batch."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm.platforms.ckv_reference import declare_torchvision_ops
+
+declare_torchvision_ops()
+
+from vllm.v1.attention.backends.mla.ckv_gather import geometry, remap  # noqa: E402
+from vllm.v1.attention.backends.mla.ckv_gather.layout import plan_index_pages  # noqa: E402
+
+
+@pytest.mark.parametrize(("world", "interleave"), [(1, 1), (2, 4), (3, 1), (4, 4), (8, 16)])
+def test_device_ownership_equals_the_integer_form(world: int, interleave: int) -> None:
+    kwargs = {"dcp_world_size": world, "interleave": interleave}
+    lengths = torch.randint(0, 5000, (400,), dtype=torch.int32)
+    for rank in range(world):
+        got = remap.local_lengths(lengths, rank, **kwargs)
+        assert got.dtype == torch.int32
+        want = [geometry.local_length(n, rank, **kwargs) for n in lengths.tolist()]
+        assert got.tolist() == want
+        ids = remap.global_ids(torch.tensor([[3, -1], [0, 77]], dtype=torch.int32), rank, **kwargs)
+        first = geometry.global_index_of(3, rank, **kwargs)
+        last = geometry.global_index_of(77, rank, **kwargs)
+        zero = geometry.global_index_of(0, rank, **kwargs)
+        assert ids.tolist() == [[first, -1], [zero, last]]
+
+
+def test_plan_of_a_batch_covers_tokens_pools_and_pages() -> None:
+    from vllm.v1.attention.backends.mla.ckv_gather.plan import CkvGather
+
+    gather = CkvGather.__new__(CkvGather)
+    gather.dcp_world_size, gather.pool_size = 4, 4
+    gather.geometry = geometry.FrozenGeometry()
+    gather.geometry.freeze(geometry.PageGeometry(256, geometry.FP8_DS_MLA, 4, 4, 4))
+    lengths = torch.tensor([19, 33, 3, 1030])
+    plan = gather.layout_batch(lengths, torch.device("cpu"))
+    assert plan.tokens.visible == int(lengths.sum())
+    assert plan.pools.seq_lens.tolist() == [4, 8, 0, 257]
+    assert plan.page_starts.tolist() == [0, 1, 2, 2]
+    assert plan.page_table[3].tolist() == [2, 3, 4, 5, 6]
+    assert int(plan.page_table.max()) < plan_index_pages(lengths // 4)[1]
+    assert plan.staged_tokens.padded == plan.tokens.padded
+
+
+def test_ordinary_only_skips_exactly_the_batches_that_gather(monkeypatch) -> None:
+    from vllm.v1.attention.backends.mla import b12x_mla_sparse as module
+
+    context = SimpleNamespace(attn_metadata=None)
+    monkeypatch.setattr(module, "get_forward_context", lambda: context)
+    calls: list[tuple] = []
+
+    def inner(tensor: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        calls.append((args, kwargs))
+        return tensor + 1
+
+    gate = module.OrdinaryOnly(inner, "layer")
+    x = torch.randn(3)
+    assert torch.equal(gate(x), x + 1)
+    context.attn_metadata = {"layer": SimpleNamespace(ckv_plan=None)}
+    assert torch.equal(gate(x, 5, seq_lens=x), x + 1)
+    assert calls[-1][0] == (5,)
+    context.attn_metadata = {"layer": SimpleNamespace(ckv_plan=object())}
+    assert gate(x, 5, seq_lens=x) is x
+    assert len(calls) == 2

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C4 indexer of glm5_next for the B12X_MLA_SPARSE backend.
+
+Replaces stock's op for every glm5_next layer of the process and defers to it unless the layer's
+attention implementation is ours (``follow`` is called by our metadata builder only). It differs
+from stock in three ways: pools are right whatever the chunk cuts, the kernels come from the
+provider, and a batch that gathers selects on the keys of all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.custom_op import CustomOp
+from vllm.models.glm5next.sparse_indexer import SparseAttnIndexerKpool
+
+from vllm.v1.attention.backends.mla.ckv_gather.exchange import all_gather_candidates
+from vllm.v1.attention.backends.mla.sparse_mla_kernels import get_kernels
+
+
+@eager_break_during_capture
+def select_tokens(
+    op: B12xSparseAttnIndexer,
+    q_fp8: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    gate_score: torch.Tensor,
+    compress_ape: torch.Tensor,
+    pool_size: int,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """Write this step's pools, select pools, and leave token ids in ``op.topk_indices_buffer``.
+
+    Args:
+        op: the layer's indexer.
+        q_fp8: (T, heads, 128) e4m3, Hadamard-rotated queries.
+        k: (T, 128) bf16, raw keys of this step's tokens.
+        weights: (T, heads) float32, the query scale folded in.
+        gate_score: (T, 128) bf16, pool weights before softmax.
+        compress_ape: (pool_size, 128) float32.
+        pool_size: tokens per pool.
+        positions: (T,) int, global position of each token.
+
+    Returns:
+        ``op.topk_indices_buffer``: int32 (max tokens, width); rows past T are untouched.
+
+    """
+    buffer = op.topk_indices_buffer
+    attn_metadata = get_forward_context().attn_metadata
+    if not isinstance(attn_metadata, dict):
+        return buffer
+    index: Any = attn_metadata[op.k_cache.prefix]
+    tail: Any = attn_metadata[op.tail_cache.prefix]
+    attention: Any = attn_metadata[op.layer_name]
+    num_tokens = attention.num_actual_tokens
+    q_fp8, weights = q_fp8[:num_tokens], weights[:num_tokens]
+    positions = positions[:num_tokens]
+    req_id = attention.req_id_per_token[:num_tokens]
+    kernels = get_kernels()
+    kernels.write_pools(
+        k[:num_tokens],
+        gate_score[:num_tokens],
+        compress_ape,
+        op.k_cache.kv_cache,
+        index.slot_mapping[:num_tokens],
+        op.tail_cache.kv_cache,
+        tail.slot_mapping[:num_tokens],
+        positions,
+        attention.query_start_loc,
+    )
+    pool_topk = op.topk_tokens // pool_size
+    # A query at position p sees p + 1 tokens, so (p + 1) // pool_size complete pools.
+    visible_pools = ((positions + 1) // pool_size).to(torch.int32)
+    plan = attention.ckv_plan
+    if plan is not None:
+        pages, page_table = op.gather.gather_index_keys(
+            plan, kernels, op.k_cache.kv_cache, index.block_table
+        )
+        pool_ids, _ = kernels.select_pools(
+            q_fp8, weights, pages, page_table, req_id, visible_pools, pool_topk
+        )
+    elif op.dcp_world_size == 1:
+        pool_ids, _ = kernels.select_pools(
+            q_fp8, weights, op.k_cache.kv_cache, index.block_table, req_id, visible_pools, pool_topk
+        )
+    else:
+        ownership = op.gather.pool_ownership
+        local_ids, scores = kernels.select_pools(
+            q_fp8,
+            weights,
+            op.k_cache.kv_cache,
+            index.block_table,
+            req_id,
+            ownership.local_lengths(visible_pools, op.dcp_rank),
+            pool_topk,
+        )
+        all_scores, all_ids = all_gather_candidates(
+            scores, ownership.global_ids(local_ids, op.dcp_rank)
+        )
+        pool_ids = kernels.merge_pool_candidates(all_scores, all_ids, pool_topk)
+    buffer[:num_tokens] = kernels.expand_pools(pool_ids, positions, pool_size, buffer.shape[1])
+    return buffer
+
+
+class B12xSparseAttnIndexer(SparseAttnIndexerKpool):
+    """Stock's indexer op with our path for layers that run on our backend."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.layer_name = ""
+        self.gather: Any = None
+
+    def follow(self, layer_name: str, gather: Any) -> None:
+        """Read decisions from ``layer_name``'s metadata from now on."""
+        self.layer_name = layer_name
+        self.gather = gather
+
+    def forward_native(
+        self,
+        hidden_states: torch.Tensor,
+        q_quant: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        k: torch.Tensor,
+        weights: torch.Tensor,
+        *,
+        gate_score: torch.Tensor | None = None,
+        compress_ape: torch.Tensor | None = None,
+        index_kpool: int = 1,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        # Before the builder exists (profiling run) there is no metadata to follow; stock's branch
+        # for that case only reserves memory, which is what we want as well.
+        if self.gather is None:
+            return super().forward_cuda(
+                hidden_states,
+                q_quant,
+                k,
+                weights,
+                gate_score=gate_score,
+                compress_ape=compress_ape,
+                index_kpool=index_kpool,
+                positions=positions,
+            )
+        assert isinstance(q_quant, torch.Tensor), "FP4 index keys are not supported"
+        assert gate_score is not None and compress_ape is not None and positions is not None
+        return select_tokens(
+            self, q_quant, k, weights, gate_score, compress_ape, index_kpool, positions
+        )
+
+    forward_cuda = forward_native
+    forward_cpu = forward_native
+    forward_oot = forward_native
+
+
+def register() -> None:
+    """Make every glm5_next layer built from now on use this op. Idempotent."""
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    name = SparseAttnIndexerKpool.__name__
+    if name not in op_registry_oot:
+        CustomOp.register_oot(B12xSparseAttnIndexer, name=name)

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""B12X sparse MLA backend with full-CKV prefill under decode context parallelism.
+
+Backend, metadata, builder and implementation, in that order. This file holds no arithmetic: the
+batch decision, the ownership of tokens, the exchange and the kernels live in ``ckv_gather`` and
+``sparse_mla_kernels``.
+
+One decision is taken per batch, on the host, and travels in the metadata as ``ckv_plan``. The query
+gather, the output combine, the indexer and the implementation read that one value, so a batch
+either skips all three ordinary collectives and gathers records, or does neither.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.distributed import get_dcp_group
+from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention.sparse_mla_attention import (
+    SparseMLACommonImpl,
+    SparseMLACommonMetadata,
+    SparseMLACommonMetadataBuilder,
+)
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, MultipleOf
+from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows, flat_kv_row_view
+
+from vllm.v1.attention.backends.mla.ckv_gather.plan import CkvBatchPlan, CkvGather
+from vllm.v1.attention.backends.mla.sparse_mla_kernels import get_kernels
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+logger = init_logger(__name__)
+
+LATENT_DIM = 512
+MODEL_TYPES = ("glm5_next", "glm5_next_text")
+
+
+class B12xMLASparseBackend(AttentionBackend):
+    """``--attention-backend B12X_MLA_SPARSE``: glm5_next, 528-byte FP8 records."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["fp8_ds_mla"]
+
+    @staticmethod
+    def get_name() -> str:
+        return "B12X_MLA_SPARSE"
+
+    @staticmethod
+    def get_impl_cls() -> type[B12xMLASparseImpl]:
+        return B12xMLASparseImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[B12xMLASparseMetadataBuilder]:
+        return B12xMLASparseMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        # The latent page cannot be cut into smaller kernel blocks: it shares its block with the
+        # index page, so whole pages of any multiple of 64 tokens are read.
+        return [MultipleOf(64)]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return [LATENT_DIM]
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        return True
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Set the record width and keep blocks a whole number of records apart."""
+        record_bytes = CkvGather.record_format(spec.cache_dtype_str).record_bytes  # type: ignore[attr-defined]
+        return align_blocks_to_rows(replace(spec, state_content_bytes=record_bytes))
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
+        # "auto" and "fp8" are canonicalised by vLLM to formats of other widths; only the exact
+        # name selects the record format.
+        return kv_cache_dtype in cls.supported_kv_cache_dtypes
+
+    @classmethod
+    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
+        reasons = super().validate_configuration(*args, **kwargs)
+        kv_cache_dtype = kwargs.get("kv_cache_dtype", args[2] if len(args) > 2 else None)
+        if not cls.supports_kv_cache_dtype(kv_cache_dtype):
+            reasons.append(
+                f"got --kv-cache-dtype {kv_cache_dtype}; pass --kv-cache-dtype fp8_ds_mla"
+            )
+        model_config = get_current_vllm_config().model_config
+        model_type = getattr(getattr(model_config, "hf_text_config", None), "model_type", None)
+        if model_config is not None and model_type not in MODEL_TYPES:
+            reasons.append(f"model type {model_type!r} is not supported; only glm5_next is")
+        return reasons
+
+
+@dataclass(kw_only=True)
+class B12xMLASparseMetadata(SparseMLACommonMetadata):
+    """Sparse MLA metadata plus the batch's one decision."""
+
+    ckv_plan: CkvBatchPlan | None = None
+    """The rank-major plan of a batch that gathers; None for every ordinary batch."""
+
+
+def current_ckv_plan(layer_name: str) -> CkvBatchPlan | None:
+    """This step's decision for ``layer_name``; None in dummy runs and ordinary batches."""
+    attn_metadata = get_forward_context().attn_metadata
+    if not isinstance(attn_metadata, dict):
+        return None
+    return getattr(attn_metadata.get(layer_name), "ckv_plan", None)
+
+
+class OrdinaryOnly:
+    """Wraps a per-layer DCP callable: batches that gather skip it and keep their local heads.
+
+    ``query_gather(q)`` and ``combine(out, lse, ...)`` both return their first argument unchanged
+    in a gathered batch, in which every rank already holds the whole result for its own heads.
+    """
+
+    def __init__(self, inner: Any, layer_name: str) -> None:
+        self.inner = inner
+        self.layer_name = layer_name
+
+    def __call__(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if current_ckv_plan(self.layer_name) is not None:
+            return tensor
+        return self.inner(tensor, *args, **kwargs)
+
+
+class B12xMLASparseMetadataBuilder(SparseMLACommonMetadataBuilder[B12xMLASparseMetadata]):
+    """Builds the metadata of a step and takes its decision from exact host lengths."""
+
+    metadata_cls = B12xMLASparseMetadata
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # Rows of one token are decodes; verification batches stay on the ordinary path as well.
+        self._init_reorder_batch_threshold(
+            1, supports_spec_as_decode=True, supports_dcp_with_varlen=True
+        )
+        self._capturing = False
+        layers = vllm_config.compilation_config.static_forward_context
+        self.gather = layers[layer_names[0]].impl.gather
+        for name in layer_names:
+            layer = layers[name]
+            layer.impl.attach_layer(name)
+            manager = layer.dcp_manager
+            # vLLM builds its builders twice; the wrapping must happen once.
+            if manager is not None and not isinstance(manager.combine, OrdinaryOnly):
+                manager.query_gather = OrdinaryOnly(manager.query_gather, name)
+                manager.combine = OrdinaryOnly(manager.combine, name)
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> B12xMLASparseMetadata:
+        self._capturing = True
+        try:
+            return super().build_for_cudagraph_capture(common_attn_metadata)
+        finally:
+            self._capturing = False
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> B12xMLASparseMetadata:
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        metadata.ckv_plan = self.gather.plan_batch(
+            common_attn_metadata,
+            num_decode_tokens=metadata.num_decode_tokens,
+            capturing=self._capturing,
+        )
+        return metadata
+
+
+class B12xMLASparseImpl(SparseMLACommonImpl[B12xMLASparseMetadata]):
+    """Attention over 528-byte records: ordinary path and gathered path.
+
+    Both paths end in one kernel call, ``attend``; they differ in the rows it reads and in the
+    number of heads in ``q``: all heads of the DCP group (ordinary), local heads (gathered).
+    """
+
+    supports_dcp: bool = True
+    can_return_lse_for_decode: bool = True
+    supports_mtp_with_cp_non_trivial_interleave_size: bool = True
+    supports_dense_mha_prefill: bool = False
+    group_conversion_decode_only: ClassVar[bool] = True
+    supports_quant_query_input: bool = False
+    lse_base_on_e: bool = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.kv_lora_rank != LATENT_DIM or self.qk_rope_head_dim != 0:
+            raise ValueError(
+                f"B12X_MLA_SPARSE reads latents of {LATENT_DIM} dims without rope; got "
+                f"kv_lora_rank {self.kv_lora_rank}, qk_rope_head_dim {self.qk_rope_head_dim}; "
+                "use another backend"
+            )
+        self.kernels = get_kernels()
+        self.gather = CkvGather.from_config(get_current_vllm_config())
+        self.indexer_op = getattr(kwargs.get("indexer"), "indexer_op", None)
+
+    def attach_layer(self, layer_name: str) -> None:
+        """Tell the layer's indexer whose decision it follows. Called by the builder, idempotent."""
+        if self.indexer_op is not None:
+            self.indexer_op.follow(layer_name, self.gather)
+
+    def reserve_workspace(self) -> None:
+        """Called in the profiling run: freeze the geometry, reserve the exchange buffers."""
+        self.gather.freeze_and_reserve()
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+        *unused: Any,
+    ) -> None:
+        self.kernels.write_records(kv_c_normed[: slot_mapping.shape[0]], kv_cache, slot_mapping)
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: B12xMLASparseMetadata,
+        layer: AttentionLayer,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        # NoPE model: the rope part of a split query has width 0.
+        query = q[0] if isinstance(q, tuple) else q
+        num_tokens = query.shape[0]
+        assert self.topk_indices_buffer is not None
+        token_ids = self.topk_indices_buffer[:num_tokens]
+        req_id = attn_metadata.req_id_per_token[:num_tokens]
+        plan = attn_metadata.ckv_plan
+        if plan is not None:
+            records, rows, counts = self.gather.gather_latents(
+                plan,
+                self.kernels,
+                kv_c_and_k_pe_cache,
+                attn_metadata.block_table,
+                token_ids,
+                req_id,
+            )
+        else:
+            records, block_stride_rows = flat_kv_row_view(
+                kv_c_and_k_pe_cache, attn_metadata.block_size
+            )
+            rows, counts = self.kernels.filter_local(
+                token_ids,
+                req_id,
+                attn_metadata.block_table,
+                block_stride_rows=block_stride_rows,
+                page_size=attn_metadata.block_size,
+                rank=get_dcp_group().rank_in_group if self.dcp_world_size > 1 else 0,
+                dcp_world_size=self.dcp_world_size,
+                interleave=attn_metadata.cp_kv_cache_interleave_size,
+            )
+        return self.kernels.attend(query, records, rows, counts, self.scale)

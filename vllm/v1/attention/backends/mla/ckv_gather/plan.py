@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process's one gather: limits and workspace at start, one plan per batch, the two exchanges.
+
+``CkvGather`` ties the pure modules together for the backend and the indexer. All layers of a
+process share one instance, so that the geometry is frozen once and refusals are counted once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import vllm.envs as envs
+from vllm.distributed import get_dcp_group
+from vllm.logger import init_logger
+
+from vllm.v1.attention.backends.mla.ckv_gather import exchange, remap
+from vllm.v1.attention.backends.mla.ckv_gather.eligibility import (
+    BatchFacts,
+    Limits,
+    Reason,
+    decide,
+)
+from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
+    FP8_DS_MLA,
+    INDEX_RECORD_BYTES,
+    FrozenGeometry,
+    PageGeometry,
+    RecordFormat,
+)
+from vllm.v1.attention.backends.mla.ckv_gather.layout import (
+    RankMajorLayout,
+    StagedLayout,
+    plan_index_pages,
+    plan_layout,
+)
+from vllm.v1.attention.backends.mla.ckv_gather.workspace import WorkspacePlan
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    from vllm.v1.attention.backends.mla.sparse_mla_kernels import SparseMLAKernels
+
+logger = init_logger(__name__)
+
+MAX_VISIBLE_TOKENS = 524_288
+"""Cap of the default capacity: beyond it the workspace would take more than 264 MiB a GPU."""
+
+# Refusals that describe the configuration or the normal alternation of a server's work.
+_EXPECTED = (
+    Reason.DISABLED,
+    Reason.NO_CONTEXT_PARALLELISM,
+    Reason.GRAPH_CAPTURE,
+    Reason.DECODE_TOKENS,
+    Reason.TOO_FEW_TOKENS,
+)
+
+
+@dataclass(frozen=True)
+class CkvBatchPlan:
+    """Everything the exchanges of one gathered batch read.
+
+    tokens, pools: the rank-major layouts, on the host.
+    staged_tokens, staged_pools: the same on the device.
+    page_starts: (R,) int32. First planar index page of each request.
+    page_table: (R, W) int32. Planar index pages of each request, in order.
+    """
+
+    tokens: RankMajorLayout
+    pools: RankMajorLayout
+    staged_tokens: StagedLayout
+    staged_pools: StagedLayout
+    page_starts: torch.Tensor
+    page_table: torch.Tensor
+
+
+@dataclass(frozen=True)
+class PoolOwnership:
+    """Which pools of a request a rank stores: N ranks, ``interleave`` consecutive pools each."""
+
+    dcp_world_size: int
+    interleave: int
+
+    def local_lengths(self, pool_counts: torch.Tensor, rank: int) -> torch.Tensor:
+        """Pools among the first ``pool_counts`` that ``rank`` stores."""
+        return remap.local_lengths(
+            pool_counts, rank, dcp_world_size=self.dcp_world_size, interleave=self.interleave
+        )
+
+    def global_ids(self, local_ids: torch.Tensor, rank: int) -> torch.Tensor:
+        """Global ids of ``rank``'s pools ``local_ids``; -1 stays -1."""
+        return remap.global_ids(
+            local_ids, rank, dcp_world_size=self.dcp_world_size, interleave=self.interleave
+        )
+
+
+class CkvGather:
+    """The gather of one process. See the module's description."""
+
+    _instance: CkvGather | None = None
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self.vllm_config = vllm_config
+        parallel = vllm_config.parallel_config
+        self.dcp_world_size = parallel.decode_context_parallel_size
+        self.pool_size = int(vllm_config.model_config.hf_text_config.index_kpool)
+        self.enabled = bool(envs.VLLM_B12X_MLA_CKV_GATHER)
+        self.max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+        self.max_visible_tokens = self._max_visible_tokens()
+        self.geometry = FrozenGeometry()
+        self.workspace: WorkspacePlan | None = None
+        self.counts: Counter[Reason] = Counter()
+        self.exchanged_bytes = 0
+        self.limits = Limits(
+            enabled=self.enabled,
+            supported_geometry=True,  # the backend refuses every other model at start
+            dcp_world_size=self.dcp_world_size,
+            min_query_tokens=int(envs.VLLM_B12X_MLA_CKV_GATHER_MIN_TOKENS),
+            max_query_tokens=self.max_visible_tokens,
+            max_visible_tokens=self.max_visible_tokens,
+            max_num_seqs=self.max_num_seqs,
+        )
+
+    @classmethod
+    def from_config(cls, vllm_config: VllmConfig) -> CkvGather:
+        """The instance for ``vllm_config``; a new engine in the same process gets a new one."""
+        if cls._instance is None or cls._instance.vllm_config is not vllm_config:
+            cls._instance = cls(vllm_config)
+        return cls._instance
+
+    @staticmethod
+    def record_format(cache_dtype: str | None) -> RecordFormat:
+        """The record format selected by ``--kv-cache-dtype``.
+
+        Raises:
+            ValueError: the format is not supported.
+        """
+        if cache_dtype != FP8_DS_MLA.name:
+            raise ValueError(
+                f"--kv-cache-dtype {cache_dtype} is not supported by B12X_MLA_SPARSE; "
+                f"pass --kv-cache-dtype {FP8_DS_MLA.name}"
+            )
+        return FP8_DS_MLA
+
+    @property
+    def pool_ownership(self) -> PoolOwnership:
+        """Ownership of pools under the frozen geometry."""
+        return PoolOwnership(self.dcp_world_size, self.geometry.get().pool_interleave)
+
+    def _max_visible_tokens(self) -> int:
+        configured = envs.VLLM_B12X_MLA_CKV_GATHER_MAX_TOKENS
+        if configured is not None:
+            return int(configured)
+        max_model_len = self.vllm_config.model_config.max_model_len
+        if self.enabled and max_model_len > MAX_VISIBLE_TOKENS:
+            logger.warning_once(
+                "full-CKV gather: max_model_len %d is larger than the cap of %d visible tokens; "
+                "batches beyond it take the ordinary path",
+                max_model_len,
+                MAX_VISIBLE_TOKENS,
+            )
+        return min(max_model_len, MAX_VISIBLE_TOKENS)
+
+    def freeze_and_reserve(self) -> None:
+        """Freeze the geometry from the final block size and reserve the exchange buffers.
+
+        Runs in the profiling run, once per layer; only the first call does anything new.
+
+        Raises:
+            ValueError: block size or interleave break a rule of ``PageGeometry``.
+            RuntimeError: the block size changed after the first call.
+        """
+        cache, parallel = self.vllm_config.cache_config, self.vllm_config.parallel_config
+        # Without DCP there is no owner to compute; one page run per rank describes that case.
+        interleave = (
+            parallel.cp_kv_cache_interleave_size if self.dcp_world_size > 1 else self.pool_size
+        )
+        first = not self.geometry.is_frozen
+        geometry = self.geometry.freeze(
+            PageGeometry(
+                page_size=cache.block_size,
+                record=self.record_format(cache.cache_dtype),
+                pool_size=self.pool_size,
+                interleave=interleave,
+                dcp_world_size=self.dcp_world_size,
+            )
+        )
+        if not self.enabled or self.dcp_world_size == 1:
+            return
+        self.workspace = WorkspacePlan.from_geometry(
+            geometry, self.max_visible_tokens, self.max_num_seqs
+        )
+        num_bytes = self.workspace.reserve()
+        if first:
+            capacity = geometry.capacity(
+                max_tokens=self.max_visible_tokens, max_num_seqs=self.max_num_seqs
+            )
+            logger.info(
+                "full-CKV gather: on, page %d tokens, capacity %s records/rank, workspace "
+                "%.1f MiB/GPU (limit %s visible tokens)",
+                geometry.page_size,
+                f"{capacity:,}",
+                num_bytes / 2**20,
+                f"{self.max_visible_tokens:,}",
+            )
+
+    def plan_batch(
+        self, common: CommonAttentionMetadata, *, num_decode_tokens: int, capturing: bool
+    ) -> CkvBatchPlan | None:
+        """Decide for one batch and lay it out; None means the ordinary path.
+
+        Reads host data only, which the scheduler made equal on all ranks.
+
+        common: the step's metadata; ``seq_lens_cpu_upper_bound`` is exact for prefill rows.
+        num_decode_tokens: tokens the builder's split put on the decode path.
+        capturing: the metadata is for a CUDA-graph capture.
+        """
+        query_lens = torch.diff(common.query_start_loc_cpu)
+        # Rows without query tokens are padding.
+        num_requests = int((query_lens > 0).sum())
+        lengths = common.seq_lens_cpu_upper_bound
+        prefilling = common.is_prefilling
+        facts = BatchFacts(
+            num_requests=num_requests,
+            num_prefilling=0 if prefilling is None else int(prefilling[:num_requests].sum()),
+            num_query_tokens=int(query_lens.sum()),
+            num_decode_tokens=num_decode_tokens,
+            visible_tokens=0 if lengths is None else int(lengths[:num_requests].sum()),
+            for_graph_capture=capturing,
+            dual_batch_overlap=self.vllm_config.parallel_config.enable_dbo,
+        )
+        decision = decide(facts, self.limits)
+        first = self.counts[decision.reason] == 0
+        if first and not decision.gather and decision.reason not in _EXPECTED:
+            logger.warning(decision.message)
+        self.counts[decision.reason] += 1
+        if not decision.gather:
+            return None
+        assert lengths is not None
+        return self.layout_batch(lengths[:num_requests].to(torch.int64), common.seq_lens.device)
+
+    def layout_batch(self, lengths: torch.Tensor, device: torch.device) -> CkvBatchPlan:
+        """Lay out requests of ``lengths`` ((R,) int64, CPU) and stage the plan to ``device``."""
+        geometry = self.geometry.get()
+        tokens = plan_layout(
+            lengths, dcp_world_size=self.dcp_world_size, interleave=geometry.interleave
+        )
+        pool_lens = lengths // self.pool_size
+        pools = plan_layout(
+            pool_lens, dcp_world_size=self.dcp_world_size, interleave=geometry.pool_interleave
+        )
+        page_starts, num_pages = plan_index_pages(pool_lens)
+        ends = torch.cat((page_starts[1:], torch.tensor([num_pages])))
+        width = max(1, int((ends - page_starts).max()))
+        # Columns past a request's pages repeat a valid page; counts keep them from being read.
+        table = (page_starts[:, None] + torch.arange(width)).clamp(max=max(num_pages - 1, 0))
+        return CkvBatchPlan(
+            tokens=tokens,
+            pools=pools,
+            staged_tokens=StagedLayout.stage(tokens, device),
+            staged_pools=StagedLayout.stage(pools, device),
+            page_starts=page_starts.to(torch.int32).to(device, non_blocking=True),
+            page_table=table.to(torch.int32).to(device, non_blocking=True),
+        )
+
+    def gather_index_keys(
+        self,
+        plan: CkvBatchPlan,
+        kernels: SparseMLAKernels,
+        index_cache: torch.Tensor,
+        block_table: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Exchange the batch's index keys.
+
+        Returns:
+            Planar pages (pages, 64, 132) uint8 in global pool order, and their page table
+            (R, W) int32. Valid until the next user of vLLM's workspace.
+        """
+        assert self.workspace is not None
+        group = get_dcp_group()
+        buffers = self.workspace.borrow(plan.tokens, plan.pools)
+        exchange.gather_pools(
+            kernels,
+            index_cache,
+            block_table[: plan.pools.num_requests],
+            plan.staged_pools,
+            buffers.index,
+            buffers.index_pages,
+            plan.page_starts,
+            group.device_group,
+            group.rank_in_group,
+            interleave=self.pool_ownership.interleave,
+        )
+        self.exchanged_bytes += (self.dcp_world_size - 1) * plan.pools.padded * INDEX_RECORD_BYTES
+        pages = buffers.index_pages
+        return pages.view(pages.shape[0], -1, INDEX_RECORD_BYTES), plan.page_table
+
+    def gather_latents(
+        self,
+        plan: CkvBatchPlan,
+        kernels: SparseMLAKernels,
+        cache: torch.Tensor,
+        block_table: torch.Tensor,
+        token_ids: torch.Tensor,
+        req_id: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Exchange the batch's latent records and remap the selection onto them.
+
+        Returns:
+            records (N * padded, record_bytes) uint8, rows (T, W) int32, counts (T,) int32.
+            The records are valid until the next user of vLLM's workspace.
+        """
+        assert self.workspace is not None
+        self.geometry.check_cache(
+            cache.shape, [stride * cache.element_size() for stride in cache.stride()]
+        )
+        group = get_dcp_group()
+        records = self.workspace.borrow(plan.tokens).latents
+        exchange.gather_latents(
+            kernels,
+            cache,
+            block_table[: plan.tokens.num_requests],
+            plan.staged_tokens,
+            records,
+            group.device_group,
+            group.rank_in_group,
+        )
+        self.exchanged_bytes += (self.dcp_world_size - 1) * plan.tokens.padded * cache.shape[-1]
+        rows = kernels.remap(
+            token_ids,
+            req_id,
+            plan.staged_tokens.starts,
+            plan.tokens.padded,
+            self.dcp_world_size,
+            self.geometry.get().interleave,
+        )
+        # History, then tail, then -1: the valid entries are a prefix of every row.
+        return records, rows, (rows >= 0).sum(1, dtype=torch.int32)
