@@ -127,13 +127,22 @@ def fused_recurrent_kda(
     num_accepted_tokens: (R,) or None; request r resumes from slot column ``accepted - 1``. Slot 0
     is the null block: its requests are skipped. Returns outputs like v and the state pool.
     """
-    if cu_seqlens is None or ssm_state_indices is None or not inplace_final_state:
+    if (
+        cu_seqlens is None
+        or ssm_state_indices is None
+        or initial_state is None
+        or not inplace_final_state
+    ):
         raise NotImplementedError("only packed sequences over an indexed state pool are supported")
     tokens, heads, dim = q.shape[1:]
     if out is None:
         out = torch.zeros_like(v)
     g = g.reshape(tokens, heads, dim)
-    g = gate(g, a_log, g_bias, lower_bound) if compute_gate else g.float()
+    if compute_gate:
+        assert a_log is not None
+        g = gate(g, a_log, g_bias, lower_bound)
+    else:
+        g = g.float()
     beta = beta.float().reshape(tokens, heads)
     beta = torch.sigmoid(beta) if sigmoid_beta else beta
     scale = dim**-0.5 if scale is None else scale

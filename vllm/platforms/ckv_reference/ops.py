@@ -450,8 +450,8 @@ def install() -> None:
             )
         value = TorchLauncher(replacement, getattr(module, attribute)) if launcher else replacement
         setattr(module, attribute, value)
-    kernels = importlib.import_module("vllm.model_executor.kernels.mhc")
+    kernels: Any = importlib.import_module("vllm.model_executor.kernels.mhc")
     kernels.mhc_post_cpu = kernels.mhc_post_torch
-    layers = importlib.import_module("vllm.model_executor.layers.mhc")
+    layers: Any = importlib.import_module("vllm.model_executor.layers.mhc")
     layers.MHCFusedPostPreOp.forward_cpu = mhc_fused_post_pre
     _installed = True

@@ -31,7 +31,12 @@ class CkvReferencePlatform(CpuPlatform):
                 the configuration (every reason is listed, as on a GPU).
         """
         if not attn_selector_config.use_sparse:
-            return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
+            # The base class takes None, though its annotation does not say so.
+            return super().get_attn_backend_cls(
+                selected_backend,  # type: ignore[arg-type]
+                attn_selector_config,
+                num_heads,
+            )
         if selected_backend is None:
             raise ValueError(
                 "The reference platform chooses no sparse attention backend by itself; "

@@ -18,6 +18,7 @@ class CkvReferenceWorker(CPUWorker):
 
     def init_device(self) -> None:
         super().init_device()
+        assert self.device is not None
         init_workspace_manager(self.device)
 
     def _should_warm_up_model(self) -> bool:
