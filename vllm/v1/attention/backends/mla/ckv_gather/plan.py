@@ -234,7 +234,9 @@ class CkvGather:
         )
         decision = decide(facts, self.limits)
         first = self.counts[decision.reason] == 0
-        if first and not decision.gather and decision.reason not in _EXPECTED:
+        if first and decision.gather:
+            logger.info("first batch: %s", decision.message)
+        elif first and decision.reason not in _EXPECTED:
             logger.warning(decision.message)
         self.counts[decision.reason] += 1
         if not decision.gather:
