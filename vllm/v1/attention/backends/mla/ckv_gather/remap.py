@@ -34,6 +34,18 @@ def causal_lengths(
     return torch.where(rows < ends[-1], lengths, 0).to(torch.int32)
 
 
+def owner_and_local(
+    ids: torch.Tensor, *, dcp_world_size: int, interleave: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rank that stores each token (or pool), and its position on that rank.
+
+    The device form of ``geometry.owner_of`` and ``geometry.local_index_of``; shape and type of
+    ``ids``, which must not be negative, are kept.
+    """
+    chunk = interleave * dcp_world_size
+    return ids // interleave % dcp_world_size, ids // chunk * interleave + ids % interleave
+
+
 def gathered_rows(
     token_ids: torch.Tensor,
     req_id: torch.Tensor,
@@ -61,9 +73,7 @@ def gathered_rows(
     # Invalid ids are replaced before the arithmetic, so that they never become an address.
     tokens = torch.where(valid, tokens, 0)
     request = request.clamp(min=0).expand_as(tokens)
-    chunk = interleave * dcp_world_size
-    owner = tokens // interleave % dcp_world_size
-    local = tokens // chunk * interleave + tokens % interleave
+    owner, local = owner_and_local(tokens, dcp_world_size=dcp_world_size, interleave=interleave)
     if starts.shape[1] == 0:
         return torch.full_like(tokens, -1, dtype=torch.int32)
     rows = owner * padded + starts.to(torch.int64)[owner, request] + local

@@ -9,6 +9,8 @@ import math
 
 import torch
 
+from vllm.v1.attention.backends.mla.ckv_gather.remap import gathered_rows, owner_and_local
+
 from .base import (
     FP8_MAX,
     FP8_RECORD_BYTES,
@@ -253,8 +255,7 @@ class TorchReferenceKernels:
             if length <= 0:
                 continue
             pool = torch.arange(length, device=gathered.device)
-            rank = pool // interleave % world
-            local = pool // (interleave * world) * interleave + pool % interleave
+            rank, local = owner_and_local(pool, dcp_world_size=world, interleave=interleave)
             records = gathered[rank * padded + begins[rank, r] + local]
             pages, places = page + pool // POOLS_PER_INDEX_PAGE, pool % POOLS_PER_INDEX_PAGE
             keys[pages, places] = records[:, :INDEX_DIM]
@@ -333,16 +334,15 @@ class TorchReferenceKernels:
         """See :meth:`SparseMLAKernels.remap`."""
         if starts.shape[0] != dcp_world_size:
             raise ValueError(f"starts has {starts.shape[0]} ranks, dcp_world_size={dcp_world_size}")
-        valid = (token_ids >= 0) & (req_id >= 0).unsqueeze(1)
-        # Invalid ids take part as token 0 of request 0, so that nothing out of range is read.
-        token = torch.where(valid, token_ids, 0).long()
-        request = req_id.clamp(min=0).long().unsqueeze(1)
-        rank = token // interleave % dcp_world_size
-        local = token // (interleave * dcp_world_size) * interleave + token % interleave
-        row = rank * padded + starts.long()[rank, request] + local
-        if out is None:
-            out = torch.empty_like(token_ids, dtype=torch.int32)
-        return out.copy_(torch.where(valid, row, -1))
+        rows = gathered_rows(
+            token_ids,
+            req_id,
+            starts,
+            padded,
+            dcp_world_size=dcp_world_size,
+            interleave=interleave,
+        )
+        return rows if out is None else out.copy_(rows)
 
     def filter_local(
         self,
@@ -358,8 +358,8 @@ class TorchReferenceKernels:
         """See :meth:`SparseMLAKernels.filter_local`."""
         valid = (token_ids >= 0) & (req_id >= 0).unsqueeze(1)
         token = torch.where(valid, token_ids, 0).long()
-        valid &= token // interleave % dcp_world_size == rank
-        local = token // (interleave * dcp_world_size) * interleave + token % interleave
+        owner, local = owner_and_local(token, dcp_world_size=dcp_world_size, interleave=interleave)
+        valid &= owner == rank
         local = torch.where(valid, local, 0)
         page = block_table.long()[req_id.clamp(min=0).long().unsqueeze(1), local // page_size]
         row = torch.where(valid, page * block_stride_rows + local % page_size, -1)
