@@ -16,13 +16,16 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
+    FP8_DS_MLA,
+    INDEX_KEY_BYTES,
+    POOLS_PER_INDEX_PAGE,
+)
+
 LATENT_DIM = 512
 SCALE_GROUP = 128
-FP8_RECORD_BYTES = 528
-INDEX_DIM = 128
-INDEX_RECORD_BYTES = 132
-POOLS_PER_INDEX_PAGE = 64
-INDEX_PAGE_BYTES = POOLS_PER_INDEX_PAGE * INDEX_RECORD_BYTES
+FP8_RECORD_BYTES = FP8_DS_MLA.record_bytes
+INDEX_DIM = INDEX_KEY_BYTES  # one e4m3 byte a dimension
 INDEX_SCALE_OFFSET = POOLS_PER_INDEX_PAGE * INDEX_DIM
 FP8_MAX = 448.0
 

@@ -9,17 +9,19 @@ import math
 
 import torch
 
+from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
+    INDEX_PAGE_BYTES,
+    INDEX_RECORD_BYTES,
+    POOLS_PER_INDEX_PAGE,
+)
 from vllm.v1.attention.backends.mla.ckv_gather.remap import gathered_rows, owner_and_local
 
 from .base import (
     FP8_MAX,
     FP8_RECORD_BYTES,
     INDEX_DIM,
-    INDEX_PAGE_BYTES,
-    INDEX_RECORD_BYTES,
     INDEX_SCALE_OFFSET,
     LATENT_DIM,
-    POOLS_PER_INDEX_PAGE,
     SCALE_GROUP,
 )
 
