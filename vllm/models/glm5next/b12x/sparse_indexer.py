@@ -97,6 +97,7 @@ def select_tokens(
             ownership.local_lengths(visible_pools, op.dcp_rank),
             pool_topk,
         )
+        op.gather.count_candidates(num_tokens - attention.num_decode_tokens, pool_topk)
         all_scores, all_ids = all_gather_candidates(
             scores, ownership.global_ids(local_ids, op.dcp_rank)
         )

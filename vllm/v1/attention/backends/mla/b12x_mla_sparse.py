@@ -12,7 +12,9 @@ either skips all three ordinary collectives and gathers records, or does neither
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -113,12 +115,10 @@ class B12xMLASparseMetadata(SparseMLACommonMetadata):
     """The rank-major plan of a batch that gathers; None for every ordinary batch."""
 
 
-def current_ckv_plan(layer_name: str) -> CkvBatchPlan | None:
-    """This step's decision for ``layer_name``; None in dummy runs and ordinary batches."""
+def current_metadata(layer_name: str) -> Any:
+    """This step's :class:`B12xMLASparseMetadata` of ``layer_name``; None in dummy runs."""
     attn_metadata = get_forward_context().attn_metadata
-    if not isinstance(attn_metadata, dict):
-        return None
-    return getattr(attn_metadata.get(layer_name), "ckv_plan", None)
+    return attn_metadata.get(layer_name) if isinstance(attn_metadata, dict) else None
 
 
 class OrdinaryOnly:
@@ -126,15 +126,24 @@ class OrdinaryOnly:
 
     ``query_gather(q)`` and ``combine(out, lse, ...)`` both return their first argument unchanged
     in a gathered batch, in which every rank already holds the whole result for its own heads.
+
+    inner: the callable. layer_name: whose decision it follows.
+    count: called with the prefill rows and the tensor (rows, heads, dims) of an ordinary batch.
     """
 
-    def __init__(self, inner: Any, layer_name: str) -> None:
+    def __init__(
+        self, inner: Any, layer_name: str, count: Callable[[int, torch.Tensor], None]
+    ) -> None:
         self.inner = inner
         self.layer_name = layer_name
+        self.count = count
 
     def __call__(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if current_ckv_plan(self.layer_name) is not None:
-            return tensor
+        metadata = current_metadata(self.layer_name)
+        if metadata is not None:
+            if metadata.ckv_plan is not None:
+                return tensor
+            self.count(max(tensor.shape[0] - metadata.num_decode_tokens, 0), tensor)
         return self.inner(tensor, *args, **kwargs)
 
 
@@ -159,14 +168,19 @@ class B12xMLASparseMetadataBuilder(SparseMLACommonMetadataBuilder[B12xMLASparseM
         self._capturing = False
         layers = vllm_config.compilation_config.static_forward_context
         self.gather = layers[layer_names[0]].impl.gather
+        self._counts = self.gather.counts_for(layer_names[0])
         for name in layer_names:
             layer = layers[name]
             layer.impl.attach_layer(name)
             manager = layer.dcp_manager
             # vLLM builds its builders twice; the wrapping must happen once.
             if manager is not None and not isinstance(manager.combine, OrdinaryOnly):
-                manager.query_gather = OrdinaryOnly(manager.query_gather, name)
-                manager.combine = OrdinaryOnly(manager.combine, name)
+                manager.query_gather = OrdinaryOnly(
+                    manager.query_gather, name, self.gather.count_query_gather
+                )
+                manager.combine = OrdinaryOnly(
+                    manager.combine, name, partial(self.gather.count_combine, manager.use_a2a)
+                )
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
@@ -188,6 +202,7 @@ class B12xMLASparseMetadataBuilder(SparseMLACommonMetadataBuilder[B12xMLASparseM
             common_attn_metadata,
             num_decode_tokens=metadata.num_decode_tokens,
             capturing=self._capturing,
+            count=self._counts,
         )
         return metadata
 

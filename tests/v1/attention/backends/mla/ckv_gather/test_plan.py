@@ -58,12 +58,15 @@ def test_ordinary_only_skips_exactly_the_batches_that_gather(monkeypatch) -> Non
         calls.append((args, kwargs))
         return tensor + 1
 
-    gate = module.OrdinaryOnly(inner, "layer")
+    counted: list[int] = []
+    gate = module.OrdinaryOnly(inner, "layer", lambda rows, tensor: counted.append(rows))
     x = torch.randn(3)
     assert torch.equal(gate(x), x + 1)
-    context.attn_metadata = {"layer": SimpleNamespace(ckv_plan=None)}
+    context.attn_metadata = {"layer": SimpleNamespace(ckv_plan=None, num_decode_tokens=1)}
     assert torch.equal(gate(x, 5, seq_lens=x), x + 1)
     assert calls[-1][0] == (5,)
-    context.attn_metadata = {"layer": SimpleNamespace(ckv_plan=object())}
+    context.attn_metadata = {"layer": SimpleNamespace(ckv_plan=object(), num_decode_tokens=0)}
     assert gate(x, 5, seq_lens=x) is x
     assert len(calls) == 2
+    # Dummy runs and gathered batches are not counted; decode rows are no prefill rows.
+    assert counted == [2]

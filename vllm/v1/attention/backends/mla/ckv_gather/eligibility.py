@@ -22,6 +22,7 @@ class Reason(Enum):
     DRAFT_LAYER = "draft_layer"
     GRAPH_CAPTURE = "graph_capture"
     DUAL_BATCH_OVERLAP = "dual_batch_overlap"
+    DECODE_ONLY = "decode_only"
     DECODE_TOKENS = "decode_tokens"
     NOT_ALL_PREFILLING = "not_all_prefilling"
     TOO_FEW_TOKENS = "too_few_tokens"
@@ -111,9 +112,12 @@ def decide(facts: BatchFacts, limits: Limits) -> Decision:
         return refuse(Reason.GRAPH_CAPTURE, "the batch is built for a CUDA-graph capture")
     if facts.dual_batch_overlap:
         return refuse(Reason.DUAL_BATCH_OVERLAP, "the step runs with dual-batch overlap")
+    if facts.num_decode_tokens and facts.num_decode_tokens == facts.num_query_tokens:
+        return refuse(Reason.DECODE_ONLY, f"all {facts.num_decode_tokens} tokens are decodes")
     if facts.num_decode_tokens:
         return refuse(
-            Reason.DECODE_TOKENS, f"{facts.num_decode_tokens} tokens of the batch are decodes"
+            Reason.DECODE_TOKENS,
+            f"{facts.num_decode_tokens} of {facts.num_query_tokens} tokens are decodes",
         )
     if facts.num_prefilling != facts.num_requests:
         return refuse(

@@ -7,9 +7,8 @@ process share one instance, so that the geometry is frozen once and refusals are
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm.envs as envs
@@ -17,8 +16,16 @@ from vllm.distributed import get_dcp_group
 from vllm.logger import init_logger
 
 from vllm.v1.attention.backends.mla.ckv_gather import exchange, remap
+from vllm.v1.attention.backends.mla.ckv_gather.counters import (
+    NOT_PREFILL,
+    GatherCounters,
+    candidate_bytes,
+    combine_bytes,
+    query_gather_bytes,
+)
 from vllm.v1.attention.backends.mla.ckv_gather.eligibility import (
     BatchFacts,
+    Decision,
     Limits,
     Reason,
     decide,
@@ -49,14 +56,11 @@ logger = init_logger(__name__)
 MAX_VISIBLE_TOKENS = 524_288
 """Cap of the default capacity: beyond it the workspace would take more than 264 MiB a GPU."""
 
-# Refusals that describe the configuration or the normal alternation of a server's work.
-_EXPECTED = (
-    Reason.DISABLED,
-    Reason.NO_CONTEXT_PARALLELISM,
-    Reason.GRAPH_CAPTURE,
-    Reason.DECODE_TOKENS,
-    Reason.TOO_FEW_TOKENS,
-)
+SUMMARY_BATCHES = 1000
+"""One summary line is logged every so many batches that hold a prompt."""
+
+# Refusals that the configuration asks for, and batches that have no prompt: not worth a warning.
+_EXPECTED = NOT_PREFILL | {Reason.DISABLED, Reason.NO_CONTEXT_PARALLELISM}
 
 
 @dataclass(frozen=True)
@@ -112,8 +116,8 @@ class CkvGather:
         self.max_visible_tokens = self._max_visible_tokens()
         self.geometry = FrozenGeometry()
         self.workspace: WorkspacePlan | None = None
-        self.counts: Counter[Reason] = Counter()
-        self.exchanged_bytes = 0
+        self.counters = GatherCounters()
+        self.counting_layer: str | None = None
         self.limits = Limits(
             enabled=self.enabled,
             supported_geometry=True,  # the backend refuses every other model at start
@@ -207,8 +211,22 @@ class CkvGather:
                 f"{self.max_visible_tokens:,}",
             )
 
+    def counts_for(self, layer_name: str) -> bool:
+        """Whether the builder of ``layer_name`` counts its batches: the first one that asks.
+
+        Layers in several cache groups have a builder each, and all see every step.
+        """
+        if self.counting_layer is None:
+            self.counting_layer = layer_name
+        return self.counting_layer == layer_name
+
     def plan_batch(
-        self, common: CommonAttentionMetadata, *, num_decode_tokens: int, capturing: bool
+        self,
+        common: CommonAttentionMetadata,
+        *,
+        num_decode_tokens: int,
+        capturing: bool,
+        count: bool = True,
     ) -> CkvBatchPlan | None:
         """Decide for one batch and lay it out; None means the ordinary path.
 
@@ -217,6 +235,7 @@ class CkvGather:
         common: the step's metadata; ``seq_lens_cpu_upper_bound`` is exact for prefill rows.
         num_decode_tokens: tokens the builder's split put on the decode path.
         capturing: the metadata is for a CUDA-graph capture.
+        count: add the batch to the counters, see :meth:`counts_for`.
         """
         query_lens = torch.diff(common.query_start_loc_cpu)
         # Rows without query tokens are padding.
@@ -233,16 +252,49 @@ class CkvGather:
             dual_batch_overlap=self.vllm_config.parallel_config.enable_dbo,
         )
         decision = decide(facts, self.limits)
-        first = self.counts[decision.reason] == 0
-        if first and decision.gather:
-            logger.info("first batch: %s", decision.message)
-        elif first and decision.reason not in _EXPECTED:
-            logger.warning(decision.message)
-        self.counts[decision.reason] += 1
+        if count:
+            self._count(facts, decision)
         if not decision.gather:
             return None
         assert lengths is not None
         return self.layout_batch(lengths[:num_requests].to(torch.int64), common.seq_lens.device)
+
+    def _count(self, facts: BatchFacts, decision: Decision) -> None:
+        counters = self.counters
+        if decision.gather:
+            if counters.gathered_batches == 0:
+                logger.info("first batch: %s", decision.message)
+            counters.gathered_batches += 1
+            counters.gathered_query_tokens += facts.num_query_tokens
+            counters.gathered_visible_tokens += facts.visible_tokens
+        else:
+            if counters.ordinary[decision.reason] == 0 and decision.reason not in _EXPECTED:
+                logger.warning(decision.message)
+            counters.ordinary[decision.reason] += 1
+        if (
+            self.enabled
+            and decision.reason not in NOT_PREFILL
+            and counters.prefill_batches % SUMMARY_BATCHES == 0
+        ):
+            logger.info("full-CKV gather: %s", counters.summary())
+
+    def count_query_gather(self, rows: int, query: torch.Tensor) -> None:
+        """Count an ordinary query gather: ``rows`` prefill rows of ``query`` (T, heads, dims)."""
+        heads, dims = query.shape[1:]
+        self.counters.dcp_bytes += query_gather_bytes(
+            rows, heads, dims * query.element_size(), self.dcp_world_size
+        )
+
+    def count_combine(self, a2a: bool, rows: int, partial_output: torch.Tensor) -> None:
+        """Count an ordinary combine of ``partial_output`` (T, heads of all ranks, dims)."""
+        heads, dims = partial_output.shape[1:]
+        self.counters.dcp_bytes += combine_bytes(
+            rows, heads, dims * partial_output.element_size(), self.dcp_world_size, a2a=a2a
+        )
+
+    def count_candidates(self, rows: int, width: int) -> None:
+        """Count an ordinary exchange of ``width`` pool candidates for ``rows`` prefill rows."""
+        self.counters.dcp_bytes += candidate_bytes(rows, width, self.dcp_world_size)
 
     def layout_batch(self, lengths: torch.Tensor, device: torch.device) -> CkvBatchPlan:
         """Lay out requests of ``lengths`` ((R,) int64, CPU) and stage the plan to ``device``."""
@@ -296,7 +348,9 @@ class CkvGather:
             group.rank_in_group,
             interleave=self.pool_ownership.interleave,
         )
-        self.exchanged_bytes += (self.dcp_world_size - 1) * plan.pools.padded * INDEX_RECORD_BYTES
+        self.counters.ckv_bytes += (
+            (self.dcp_world_size - 1) * plan.pools.padded * INDEX_RECORD_BYTES
+        )
         pages = buffers.index_pages
         return pages.view(pages.shape[0], -1, INDEX_RECORD_BYTES), plan.page_table
 
@@ -330,7 +384,7 @@ class CkvGather:
             group.device_group,
             group.rank_in_group,
         )
-        self.exchanged_bytes += (self.dcp_world_size - 1) * plan.tokens.padded * cache.shape[-1]
+        self.counters.ckv_bytes += (self.dcp_world_size - 1) * plan.tokens.padded * cache.shape[-1]
         rows = kernels.remap(
             token_ids,
             req_id,
@@ -341,3 +395,28 @@ class CkvGather:
         )
         # History, then tail, then -1: the valid entries are a prefix of every row.
         return records, rows, (rows >= 0).sum(1, dtype=torch.int32)
+
+
+def counters(worker: Any) -> dict[str, Any]:
+    """This rank's totals since start, for ``LLM.collective_rpc(counters)``.
+
+    worker: the worker (or its wrapper), which ``collective_rpc`` passes.
+
+    Returns:
+        ``gathered_batches``, ``gathered_query_tokens``, ``gathered_visible_tokens``,
+        ``ordinary_batches`` (reason name -> batches), ``ckv_bytes`` and ``dcp_bytes``, as plain
+        integers; see :class:`.counters.GatherCounters`. Batches that vLLM runs to warm up are
+        among them: take the difference of two calls for one piece of work.
+
+    Raises:
+        RuntimeError: no layer of this worker runs on B12X_MLA_SPARSE.
+    """
+    layers = worker.vllm_config.compilation_config.static_forward_context
+    for layer in layers.values():
+        gather = getattr(getattr(layer, "impl", None), "gather", None)
+        if isinstance(gather, CkvGather):
+            return gather.counters.as_dict()
+    raise RuntimeError(
+        "no layer of this worker runs on B12X_MLA_SPARSE, so nothing was counted; start with "
+        "--attention-backend B12X_MLA_SPARSE"
+    )

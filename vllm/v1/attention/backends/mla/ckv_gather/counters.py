@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a process has done so far: batches by decision, tokens gathered, bytes received per path.
+
+Bytes are those that one rank receives from the other ranks of its DCP group, computed from shapes:
+no transport adds its own headers, and a rank's own share of an all-gather is not counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.v1.attention.backends.mla.ckv_gather.eligibility import Reason
+
+LSE_BYTES = 4
+"""Bytes of one log-sum-exp, which travels with every partial output: float32."""
+
+CANDIDATE_BYTES = 8
+"""Bytes of one pool candidate of the ordinary indexer: a float32 score and an int32 id."""
+
+_WORDS = {
+    Reason.DECODE_TOKENS: "mixed",
+    Reason.CAPACITY: "over capacity",
+    Reason.NOT_ALL_PREFILLING: "not all prefilling",
+    Reason.TOO_FEW_TOKENS: "short",
+    Reason.TOO_MANY_TOKENS: "over the token limit",
+    Reason.TOO_MANY_REQUESTS: "over the request limit",
+}
+
+NOT_PREFILL = frozenset({Reason.DECODE_ONLY, Reason.GRAPH_CAPTURE, Reason.DRAFT_LAYER})
+"""Reasons of batches that the summary leaves out: they hold no prompt that could have gathered."""
+
+
+def query_gather_bytes(rows: int, local_heads: int, head_bytes: int, world: int) -> int:
+    """Bytes received when the ranks all-gather the heads of ``rows`` queries.
+
+    local_heads: heads of one rank. head_bytes: bytes of one head of one query.
+    """
+    return (world - 1) * rows * local_heads * head_bytes
+
+
+def combine_bytes(rows: int, all_heads: int, head_bytes: int, world: int, *, a2a: bool) -> int:
+    """Bytes received when N partial outputs of ``rows`` queries are merged.
+
+    all_heads: heads of the DCP group. head_bytes: bytes of one head's partial output.
+    a2a: every rank receives its own heads' outputs and log-sum-exps. Otherwise it receives all
+        log-sum-exps, then its heads of a reduce-scatter, of which a ring moves N - 1 shares.
+    """
+    own = all_heads // world
+    lse_heads = own if a2a else all_heads
+    return (world - 1) * rows * (own * head_bytes + lse_heads * LSE_BYTES)
+
+
+def candidate_bytes(rows: int, width: int, world: int) -> int:
+    """Bytes received when every rank's ``width`` pool candidates of ``rows`` queries are merged."""
+    return (world - 1) * rows * width * CANDIDATE_BYTES
+
+
+@dataclass
+class GatherCounters:
+    """Running totals of one process.
+
+    gathered_batches: batches that took the full-CKV path.
+    gathered_query_tokens: their query tokens.
+    gathered_visible_tokens: their visible tokens, summed over requests.
+    ordinary: batches that did not, by reason.
+    ckv_bytes: bytes received by record and index exchanges, all layers.
+    dcp_bytes: bytes received by query gather, combine and candidate exchange for prefill rows of
+        ordinary batches, all layers. Decode rows are left out: they never gather.
+    """
+
+    gathered_batches: int = 0
+    gathered_query_tokens: int = 0
+    gathered_visible_tokens: int = 0
+    ordinary: Counter[Reason] = field(default_factory=Counter)
+    ckv_bytes: int = 0
+    dcp_bytes: int = 0
+
+    @property
+    def prefill_batches(self) -> int:
+        """Batches that held a prompt: the clock of the summary line."""
+        refused = sum(n for reason, n in self.ordinary.items() if reason not in NOT_PREFILL)
+        return self.gathered_batches + refused
+
+    def as_dict(self) -> dict[str, Any]:
+        """The totals as plain integers; ``ordinary_batches`` maps reason names to counts."""
+        return {
+            "gathered_batches": self.gathered_batches,
+            "gathered_query_tokens": self.gathered_query_tokens,
+            "gathered_visible_tokens": self.gathered_visible_tokens,
+            "ordinary_batches": {
+                reason.value: self.ordinary[reason] for reason in Reason if self.ordinary[reason]
+            },
+            "ckv_bytes": self.ckv_bytes,
+            "dcp_bytes": self.dcp_bytes,
+        }
+
+    def summary(self) -> str:
+        """One line: ``gathered 812 batches, 3.1 M tokens; ordinary: 10 mixed, 2 over capacity``."""
+        refused = [
+            f"{self.ordinary[reason]:,} {_WORDS.get(reason, reason.value)}"
+            for reason in Reason
+            if self.ordinary[reason] and reason not in NOT_PREFILL
+        ]
+        return (
+            f"gathered {self.gathered_batches:,} batches, {_short(self.gathered_query_tokens)} "
+            f"tokens; ordinary: {', '.join(refused) or 'none'}"
+        )
+
+
+def _short(count: int) -> str:
+    if count < 10_000:
+        return f"{count:,}"
+    return f"{count / 1e3:.1f} k" if count < 1_000_000 else f"{count / 1e6:.1f} M"
