@@ -26,6 +26,8 @@ import vllm.envs as envs
 from vllm.logger import init_logger
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from vllm.v1.attention.backends.mla.ckv_gather.geometry import MAX_VISIBLE_TOKENS
+
 logger = init_logger("vllm.plugins.b12x_mla_sparse")
 
 BACKEND_NAME = "B12X_MLA_SPARSE"
@@ -34,7 +36,6 @@ INDEXER_MODULE = "vllm.models.glm5next.b12x.sparse_indexer"
 # The one stock module that builds indexers; the replacement has to be in place before it is used.
 INDEXER_USER = "vllm.models.glm5next.common.attention"
 SUPPORTED_VERSIONS = "0.33.x"
-MAX_TOKENS_CAP = 524_288
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Flag:
     default: bool | int | None
     meaning: str
     low: int = 0
-    high: int = MAX_TOKENS_CAP
+    high: int = MAX_VISIBLE_TOKENS
 
     @property
     def accepted(self) -> str:
@@ -104,7 +105,7 @@ FLAGS: tuple[Flag, ...] = (
         "tokens",
         None,
         "Visible tokens, summed over a batch's requests, that exchange buffers are reserved for; "
-        f"unset follows max_model_len, at most {MAX_TOKENS_CAP}.",
+        f"unset follows max_model_len, at most {MAX_VISIBLE_TOKENS}.",
         low=1,
     ),
 )

@@ -2,9 +2,10 @@
 """The C4 indexer of glm5_next for the B12X_MLA_SPARSE backend.
 
 Replaces stock's op for every glm5_next layer of the process and defers to it unless the layer's
-attention implementation is ours (``follow`` is called by our metadata builder only). It differs
-from stock in three ways: pools are right whatever the chunk cuts, the kernels come from the
-provider, and a batch that gathers selects on the keys of all ranks.
+attention implementation is ours (only that calls ``follow``). It differs from stock in three ways:
+pools are right whatever the chunk cuts, the kernels come from the provider, and a batch that
+gathers selects on the keys of all ranks. Runs without metadata (profiling) do nothing here: the
+implementation's ``reserve_workspace`` runs the same kernels at their largest shapes.
 """
 
 from __future__ import annotations
@@ -115,7 +116,10 @@ class B12xSparseAttnIndexer(SparseAttnIndexerKpool):
         self.gather: Any = None
 
     def follow(self, layer_name: str, gather: Any) -> None:
-        """Read decisions from ``layer_name``'s metadata from now on."""
+        """Read decisions from ``layer_name``'s metadata from now on.
+
+        The name is empty until the builder knows it, which is before the first metadata.
+        """
         self.layer_name = layer_name
         self.gather = gather
 
@@ -131,8 +135,7 @@ class B12xSparseAttnIndexer(SparseAttnIndexerKpool):
         index_kpool: int = 1,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        # Before the builder exists (profiling run) there is no metadata to follow; stock's branch
-        # for that case only reserves memory, which is what we want as well.
+        # The layer's attention runs on another backend.
         if self.gather is None:
             return super().forward_cuda(
                 hidden_states,

@@ -12,12 +12,14 @@ either skips all three ordinary collectives and gathers records, or does neither
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import vllm.envs as envs
 from vllm.config import get_current_vllm_config
 from vllm.distributed import get_dcp_group
 from vllm.forward_context import get_forward_context
@@ -30,6 +32,7 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, MultipleOf
 from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows, flat_kv_row_view
 
+from vllm.v1.attention.backends.mla.ckv_gather import startup
 from vllm.v1.attention.backends.mla.ckv_gather.plan import CkvBatchPlan, CkvGather
 from vllm.v1.attention.backends.mla.sparse_mla_kernels import get_kernels
 
@@ -100,11 +103,14 @@ class B12xMLASparseBackend(AttentionBackend):
             reasons.append(
                 f"got --kv-cache-dtype {kv_cache_dtype}; pass --kv-cache-dtype fp8_ds_mla"
             )
-        model_config = get_current_vllm_config().model_config
+        vllm_config = get_current_vllm_config()
+        model_config = vllm_config.model_config
         model_type = getattr(getattr(model_config, "hf_text_config", None), "model_type", None)
-        if model_config is not None and model_type not in MODEL_TYPES:
-            reasons.append(f"model type {model_type!r} is not supported; only glm5_next is")
-        return reasons
+        if model_config is None:
+            return reasons
+        if model_type not in MODEL_TYPES:
+            return [*reasons, f"model type {model_type!r} is not supported; only glm5_next is"]
+        return reasons + startup.refusals(vllm_config, enabled=bool(envs.VLLM_B12X_MLA_CKV_GATHER))
 
 
 @dataclass(kw_only=True)
@@ -147,6 +153,29 @@ class OrdinaryOnly:
         return self.inner(tensor, *args, **kwargs)
 
 
+def is_draft_layer(layer_name: str, num_hidden_layers: int) -> bool:
+    """Whether ``layer_name`` belongs to an MTP layer, which vLLM numbers after the model's own."""
+    number = re.search(r"\blayers\.(\d+)\b", layer_name)
+    return number is not None and int(number[1]) >= num_hidden_layers
+
+
+def check_when_bound(layer: Any, check: Callable[[torch.Tensor], object]) -> None:
+    """Call ``check`` with ``layer.kv_cache`` whenever vLLM binds a cache to ``layer``. Idempotent.
+
+    vLLM tells a layer, but not its implementation, about its cache.
+    """
+    bind = layer.bind_kv_cache
+    if getattr(bind, "checks_geometry", False):
+        return
+
+    def bind_kv_cache(kv_cache: torch.Tensor) -> None:
+        bind(kv_cache)
+        check(layer.kv_cache)
+
+    bind_kv_cache.checks_geometry = True  # type: ignore[attr-defined]
+    layer.bind_kv_cache = bind_kv_cache
+
+
 class B12xMLASparseMetadataBuilder(SparseMLACommonMetadataBuilder[B12xMLASparseMetadata]):
     """Builds the metadata of a step and takes its decision from exact host lengths."""
 
@@ -166,21 +195,31 @@ class B12xMLASparseMetadataBuilder(SparseMLACommonMetadataBuilder[B12xMLASparseM
             1, supports_spec_as_decode=True, supports_dcp_with_varlen=True
         )
         self._capturing = False
+        self._rows = torch.empty_like(self.req_id_per_token_buffer)
         layers = vllm_config.compilation_config.static_forward_context
         self.gather = layers[layer_names[0]].impl.gather
-        self._counts = self.gather.counts_for(layer_names[0])
+        # A builder means that caches are about to be bound.
+        self.gather.geometry.get()
+        depth = vllm_config.model_config.hf_text_config.num_hidden_layers
+        self._is_draft = any(is_draft_layer(name, depth) for name in layer_names)
+        self._counts = not self._is_draft and self.gather.counts_for(layer_names[0])
         for name in layer_names:
-            layer = layers[name]
-            layer.impl.attach_layer(name)
-            manager = layer.dcp_manager
-            # vLLM builds its builders twice; the wrapping must happen once.
-            if manager is not None and not isinstance(manager.combine, OrdinaryOnly):
-                manager.query_gather = OrdinaryOnly(
-                    manager.query_gather, name, self.gather.count_query_gather
-                )
-                manager.combine = OrdinaryOnly(
-                    manager.combine, name, partial(self.gather.count_combine, manager.use_a2a)
-                )
+            layers[name].impl.attach_layer(layers[name], name)
+
+    def _build_req_id_per_token(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> torch.Tensor:
+        """The request of each row, -1 for padding rows, which vLLM maps to request 0.
+
+        A padding row of request 0 would read at a stale position. Copied, because vLLM shares its
+        buffer with the builders of other layers.
+        """
+        rows = super()._build_req_id_per_token(common_attn_metadata)
+        num_tokens = int(common_attn_metadata.query_start_loc_cpu[-1])
+        own = self._rows[: rows.shape[0]]
+        own[:num_tokens].copy_(rows[:num_tokens])
+        own[num_tokens:].fill_(-1)
+        return own
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
@@ -202,9 +241,20 @@ class B12xMLASparseMetadataBuilder(SparseMLACommonMetadataBuilder[B12xMLASparseM
             common_attn_metadata,
             num_decode_tokens=metadata.num_decode_tokens,
             capturing=self._capturing,
+            is_draft_layer=self._is_draft,
             count=self._counts,
         )
         return metadata
+
+
+def register_stock_warm_ups() -> None:
+    """Register the JIT warm-ups of vLLM's metadata kernels, which go by a list of backend names."""
+    from vllm.v1.attention.backends.mla import compressor_utils, indexer, sparse_swa
+
+    compressor_utils._COMPRESSED_SLOT_MAPPING_KERNEL.register_warmup()
+    indexer._PREPARE_UNIFORM_DECODE_KERNEL.register_warmup()
+    indexer._BUILD_PREFILL_CHUNK_METADATA_KERNEL.register_warmup()
+    sparse_swa._COMPUTE_PREFILL_METADATA_KERNEL.register_warmup()
 
 
 class B12xMLASparseImpl(SparseMLACommonImpl[B12xMLASparseMetadata]):
@@ -215,6 +265,7 @@ class B12xMLASparseImpl(SparseMLACommonImpl[B12xMLASparseMetadata]):
     """
 
     supports_dcp: bool = True
+    supports_pcp: bool = False
     can_return_lse_for_decode: bool = True
     supports_mtp_with_cp_non_trivial_interleave_size: bool = True
     supports_dense_mha_prefill: bool = False
@@ -230,18 +281,68 @@ class B12xMLASparseImpl(SparseMLACommonImpl[B12xMLASparseMetadata]):
                 f"kv_lora_rank {self.kv_lora_rank}, qk_rope_head_dim {self.qk_rope_head_dim}; "
                 "use another backend"
             )
+        vllm_config = get_current_vllm_config()
         self.kernels = get_kernels()
-        self.gather = CkvGather.from_config(get_current_vllm_config())
-        self.indexer_op = getattr(kwargs.get("indexer"), "indexer_op", None)
+        self.gather = CkvGather.from_config(vllm_config)
+        self.indexer = kwargs.get("indexer")
+        if self.indexer is not None:
+            self.indexer.indexer_op.follow("", self.gather)
+        if self.gather.enabled:
+            startup.separate_startup_plans(vllm_config, self.gather.facts)
+        if vllm_config.kernel_config.enable_jit_warmup:
+            register_stock_warm_ups()
 
-    def attach_layer(self, layer_name: str) -> None:
-        """Tell the layer's indexer whose decision it follows. Called by the builder, idempotent."""
-        if self.indexer_op is not None:
-            self.indexer_op.follow(layer_name, self.gather)
+    def attach_layer(self, layer: Any, layer_name: str) -> None:
+        """Tie the layer's collectives, indexer and caches to our decision and geometry.
+
+        Called by the builder, which vLLM makes twice: idempotent.
+        """
+        geometry = self.gather.geometry
+        check_when_bound(layer, geometry.check_bound)
+        manager = layer.dcp_manager
+        if manager is not None and not isinstance(manager.combine, OrdinaryOnly):
+            manager.query_gather = OrdinaryOnly(
+                manager.query_gather, layer_name, self.gather.count_query_gather
+            )
+            manager.combine = OrdinaryOnly(
+                manager.combine, layer_name, partial(self.gather.count_combine, manager.use_a2a)
+            )
+        if self.indexer is not None:
+            self.indexer.indexer_op.follow(layer_name, self.gather)
+            check_when_bound(self.indexer.k_cache, geometry.check_bound_index)
 
     def reserve_workspace(self) -> None:
-        """Called in the profiling run: freeze the geometry, reserve the exchange buffers."""
-        self.gather.freeze_and_reserve()
+        """Called in the profiling run: freeze the geometry, reserve buffers, run everything once.
+
+        vLLM's profiling run does not enter attention, so the first layer does it here.
+        """
+        if not self.gather.freeze_and_reserve(self.kernels):
+            return
+        vllm_config = self.gather.vllm_config
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        manager = next(
+            (layer.dcp_manager for layer in layers if getattr(layer, "impl", None) is self), None
+        )
+        assert self.topk_indices_buffer is not None and self.indexer is not None
+        op = self.indexer.indexer_op
+        shapes = startup.LayerShapes(
+            num_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+            local_heads=self.num_heads,
+            width=self.topk_indices_buffer.shape[1],
+            pool_topk=op.topk_tokens // self.gather.pool_size,
+            # The indexer pads its heads to the 32 that the logits kernels take.
+            index_heads=max(self.indexer.n_head, 32),
+            ring=op.tail_cache.get_kv_cache_spec(vllm_config).block_size,
+            scale=self.scale,
+        )
+        startup.run_everything_once(
+            self.gather,
+            self.kernels,
+            shapes,
+            self.topk_indices_buffer.device,
+            None if manager is None else manager.query_gather,
+            None if manager is None else manager.combine,
+        )
 
     def do_kv_cache_update(
         self,

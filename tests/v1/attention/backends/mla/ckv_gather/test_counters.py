@@ -6,49 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm.platforms.ckv_reference import declare_torchvision_ops
-
-declare_torchvision_ops()
-
-from vllm.v1.attention.backends.mla.ckv_gather import counters as c  # noqa: E402
-from vllm.v1.attention.backends.mla.ckv_gather import plan as plan_module  # noqa: E402
-from vllm.v1.attention.backends.mla.ckv_gather.eligibility import (  # noqa: E402
-    Limits,
-    Reason,
-)
-
-
-def gather_for_tests(world: int = 2, **changes) -> plan_module.CkvGather:
-    """A gather with a frozen geometry of 256-token pages, as ``freeze_and_reserve`` leaves it."""
-    from vllm.v1.attention.backends.mla.ckv_gather import geometry as g
-
-    gather = plan_module.CkvGather.__new__(plan_module.CkvGather)
-    gather.dcp_world_size, gather.pool_size, gather.enabled = world, 4, True
-    gather.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(enable_dbo=False))
-    gather.geometry = g.FrozenGeometry()
-    gather.geometry.freeze(g.PageGeometry(256, g.FP8_DS_MLA, 4, 4, world))
-    gather.counters, gather.counting_layer = c.GatherCounters(), None
-    limits = {
-        "enabled": True,
-        "supported_geometry": True,
-        "dcp_world_size": world,
-        "min_query_tokens": 16,
-        "max_query_tokens": 1000,
-        "max_visible_tokens": 1000,
-        "max_num_seqs": 8,
-    }
-    gather.limits = Limits(**{**limits, **changes})
-    return gather
-
-
-def common(query_lens: list[int], seq_lens: list[int], prefilling: list[bool] | None = None):
-    starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
-    return SimpleNamespace(
-        query_start_loc_cpu=starts,
-        seq_lens_cpu_upper_bound=torch.tensor(seq_lens, dtype=torch.int32),
-        is_prefilling=torch.tensor([True] * len(seq_lens) if prefilling is None else prefilling),
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-    )
+from vllm.v1.attention.backends.mla.ckv_gather import counters as c
+from vllm.v1.attention.backends.mla.ckv_gather import plan as plan_module
+from vllm.v1.attention.backends.mla.ckv_gather.eligibility import Reason
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -77,23 +37,23 @@ def test_bytes_are_those_of_stock_buffers(world):
     assert c.candidate_bytes(rows, 512, world) == candidates.nbytes * others
 
 
-def test_decisions_are_counted_once_per_step_and_by_reason():
-    gather = gather_for_tests()
+def test_decisions_are_counted_once_per_step_and_by_reason(make_gather, make_common):
+    gather = make_gather()
     assert gather.counts_for("a") and gather.counts_for("a") and not gather.counts_for("b")
     batches = [
-        (common([20, 30], [120, 30]), 0),
-        (common([40], [40]), 0),
-        (common([1, 1], [50, 60], [False, False]), 2),
-        (common([1, 40], [50, 60], [False, True]), 1),
-        (common([900], [900]), 0),
-        (common([901], [1001]), 0),
+        (make_common([20, 30], [120, 30]), 0),
+        (make_common([40], [40]), 0),
+        (make_common([1, 1], [50, 60], [False, False]), 2),
+        (make_common([1, 40], [50, 60], [False, True]), 1),
+        (make_common([900], [900]), 0),
+        (make_common([901], [1001]), 0),
     ]
     for batch, decodes in batches:
         # The builder of another cache group plans the same step and must not count it again.
         plan = gather.plan_batch(batch, num_decode_tokens=decodes, capturing=False)
         again = gather.plan_batch(batch, num_decode_tokens=decodes, capturing=False, count=False)
         assert (plan is None) == (again is None)
-    gather.plan_batch(common([20], [20]), num_decode_tokens=0, capturing=True)
+    gather.plan_batch(make_common([20], [20]), num_decode_tokens=0, capturing=True)
     assert gather.counters.as_dict() == {
         "gathered_batches": 3,
         "gathered_query_tokens": 990,
@@ -122,28 +82,28 @@ def test_summary_of_large_numbers():
     assert c.GatherCounters().summary() == "gathered 0 batches, 0 tokens; ordinary: none"
 
 
-def test_one_summary_line_every_so_many_prompts(monkeypatch):
+def test_one_summary_line_every_so_many_prompts(monkeypatch, make_gather, make_common):
     lines, warnings = [], []
     monkeypatch.setattr(plan_module, "SUMMARY_BATCHES", 3)
     monkeypatch.setattr(plan_module.logger, "info", lambda text, *args: lines.append(text % args))
     monkeypatch.setattr(plan_module.logger, "warning", lambda text, *args: warnings.append(text))
-    gather = gather_for_tests()
+    gather = make_gather()
     for _ in range(7):
-        gather.plan_batch(common([20], [20]), num_decode_tokens=0, capturing=False)
-        gather.plan_batch(common([1], [20], [False]), num_decode_tokens=1, capturing=False)
+        gather.plan_batch(make_common([20], [20]), num_decode_tokens=0, capturing=False)
+        gather.plan_batch(make_common([1], [20], [False]), num_decode_tokens=1, capturing=False)
     summaries = [line for line in lines if line.startswith("full-CKV gather: gathered")]
     assert [line.split()[3] for line in summaries] == ["3", "6"]
     assert warnings == []
     for _ in range(2):
-        gather.plan_batch(common([9], [9]), num_decode_tokens=0, capturing=False)
-        gather.plan_batch(common([500], [1001]), num_decode_tokens=0, capturing=False)
+        gather.plan_batch(make_common([9], [9]), num_decode_tokens=0, capturing=False)
+        gather.plan_batch(make_common([500], [1001]), num_decode_tokens=0, capturing=False)
     assert len(warnings) == 2
     assert "9 query tokens, it takes more than 16" in warnings[0]
     assert "1001 visible tokens, buffers are reserved for 1000" in warnings[1]
 
 
-def test_ordinary_bytes_of_prefill_rows_only():
-    gather = gather_for_tests(world=2)
+def test_ordinary_bytes_of_prefill_rows_only(make_gather):
+    gather = make_gather(world=2)
     query = torch.empty(10, 4, 512, dtype=torch.bfloat16)
     gather.count_query_gather(6, query)
     assert gather.counters.dcp_bytes == 6 * 4 * 512 * 2
@@ -152,8 +112,8 @@ def test_ordinary_bytes_of_prefill_rows_only():
     assert gather.counters.dcp_bytes == 6 * 4 * 512 * 2 + 6 * 4 * (512 * 2 + 4) + 6 * 512 * 8
 
 
-def test_counters_of_a_worker():
-    gather = gather_for_tests()
+def test_counters_of_a_worker(make_gather):
+    gather = make_gather()
     layers = {"kda": SimpleNamespace(), "mla": SimpleNamespace(impl=SimpleNamespace(gather=gather))}
     compilation = SimpleNamespace(static_forward_context=layers)
     worker = SimpleNamespace(vllm_config=SimpleNamespace(compilation_config=compilation))

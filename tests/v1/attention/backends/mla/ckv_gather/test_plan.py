@@ -6,12 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm.platforms.ckv_reference import declare_torchvision_ops
-
-declare_torchvision_ops()
-
-from vllm.v1.attention.backends.mla.ckv_gather import geometry, remap  # noqa: E402
-from vllm.v1.attention.backends.mla.ckv_gather.layout import plan_index_pages  # noqa: E402
+from vllm.v1.attention.backends.mla.ckv_gather import geometry, remap
+from vllm.v1.attention.backends.mla.ckv_gather.layout import plan_index_pages
 
 
 @pytest.mark.parametrize(("world", "interleave"), [(1, 1), (2, 4), (3, 1), (4, 4), (8, 16)])
@@ -30,13 +26,8 @@ def test_device_ownership_equals_the_integer_form(world: int, interleave: int) -
         assert ids.tolist() == [[first, -1], [zero, last]]
 
 
-def test_plan_of_a_batch_covers_tokens_pools_and_pages() -> None:
-    from vllm.v1.attention.backends.mla.ckv_gather.plan import CkvGather
-
-    gather = CkvGather.__new__(CkvGather)
-    gather.dcp_world_size, gather.pool_size = 4, 4
-    gather.geometry = geometry.FrozenGeometry()
-    gather.geometry.freeze(geometry.PageGeometry(256, geometry.FP8_DS_MLA, 4, 4, 4))
+def test_plan_of_a_batch_covers_tokens_pools_and_pages(make_gather) -> None:
+    gather = make_gather(4, max_model_len=2000)
     lengths = torch.tensor([19, 33, 3, 1030])
     plan = gather.layout_batch(lengths, torch.device("cpu"))
     assert plan.tokens.visible == int(lengths.sum())

@@ -112,7 +112,7 @@ def decide(facts: BatchFacts, limits: Limits) -> Decision:
         return refuse(Reason.GRAPH_CAPTURE, "the batch is built for a CUDA-graph capture")
     if facts.dual_batch_overlap:
         return refuse(Reason.DUAL_BATCH_OVERLAP, "the step runs with dual-batch overlap")
-    if facts.num_decode_tokens and facts.num_decode_tokens == facts.num_query_tokens:
+    if facts.num_decode_tokens and facts.num_decode_tokens >= facts.num_query_tokens:
         return refuse(Reason.DECODE_ONLY, f"all {facts.num_decode_tokens} tokens are decodes")
     if facts.num_decode_tokens:
         return refuse(

@@ -7,7 +7,7 @@ never on what this rank stores: a rank without records enters like the others.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -161,3 +161,13 @@ def all_gather_candidates(
     dist.all_gather_into_tensor(every, own, group=group)
     both = every.view(world, 2, rows, width).permute(1, 2, 0, 3).reshape(2, rows, world * width)
     return both[0].view(torch.float32), both[1]
+
+
+def all_gather_facts(facts: dict[str, Any], group: dist.ProcessGroup) -> list[dict[str, Any]]:
+    """Bring every rank's start-up facts to every rank, in rank order.
+
+    facts: a dictionary of plain values. group: a CPU group of the DCP ranks; used at start only.
+    """
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, facts, group=group)
+    return every

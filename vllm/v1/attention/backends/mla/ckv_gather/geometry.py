@@ -14,6 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 INDEX_KEY_BYTES = 128
 """Bytes of one pooled index key: 128 e4m3 values."""
@@ -26,6 +30,9 @@ POOLS_PER_INDEX_PAGE = 64
 
 INDEX_PAGE_BYTES = POOLS_PER_INDEX_PAGE * INDEX_RECORD_BYTES
 """Bytes of one planar index page (8,448)."""
+
+MAX_VISIBLE_TOKENS = 524_288
+"""Largest number of visible tokens that a gather may be asked to hold, over a batch's requests."""
 
 PAGE_MULTIPLE = 64
 """A page size is declared as a multiple of this many tokens."""
@@ -156,7 +163,7 @@ class PageGeometry:
         if self.interleave % self.pool_size:
             raise ValueError(
                 f"interleave {self.interleave} is not a multiple of pool_size {self.pool_size}, "
-                "so a pool would be split over ranks; set --dcp-kv-cache-interleave-size "
+                "so a pool would be split over ranks; set --cp-kv-cache-interleave-size "
                 f"to {_round_up(self.interleave, self.pool_size)}"
             )
         if self.page_size % self.interleave:
@@ -179,6 +186,25 @@ class PageGeometry:
     def pool_interleave(self) -> int:
         """Consecutive pools on one rank."""
         return self.interleave // self.pool_size
+
+    def check_index_page(self) -> None:
+        """Check that a page of tokens holds whole planar index pages.
+
+        vLLM cuts the index cache into pages of 64 or 32 pools, whichever divides the block; the
+        record layout here knows 64 only.
+
+        Raises:
+            ValueError: the page would be cut into index pages of fewer pools. The message has
+                both sizes and the block sizes that work.
+        """
+        tokens = POOLS_PER_INDEX_PAGE * self.pool_size
+        if self.page_size % tokens:
+            raise ValueError(
+                f"page_size {self.page_size} holds {self.pools_per_page} pools, which are not "
+                f"whole index pages of {POOLS_PER_INDEX_PAGE} pools ({tokens} tokens); set "
+                f"--block-size to a multiple of {tokens}, for example "
+                f"{_round_up(self.page_size, tokens)}"
+            )
 
     def capacity(self, *, max_tokens: int, max_num_seqs: int) -> int:
         """Return the latent records one rank can contribute, see :func:`per_rank_capacity`."""
@@ -298,3 +324,21 @@ class FrozenGeometry:
                 "block to whole records"
             )
         return page_stride // width
+
+    def check_bound(self, cache: torch.Tensor) -> None:
+        """Check a latent cache that vLLM binds, as a byte tensor; see :meth:`check_cache`."""
+        self.check_cache(cache.shape, [stride * cache.element_size() for stride in cache.stride()])
+
+    def check_bound_index(self, cache: torch.Tensor) -> None:
+        """Check an index cache that vLLM binds: (index pages, 64, 132) bytes, whole planar pages.
+
+        Raises:
+            ValueError: pools per page or record width differ. The message has both sides.
+        """
+        if tuple(cache.shape[1:]) != (POOLS_PER_INDEX_PAGE, INDEX_RECORD_BYTES):
+            raise ValueError(
+                f"the index cache has shape {tuple(cache.shape)}, expected (pages, "
+                f"{POOLS_PER_INDEX_PAGE}, {INDEX_RECORD_BYTES}): vLLM cut the block into pages of "
+                f"another size; set --block-size to a multiple of "
+                f"{POOLS_PER_INDEX_PAGE * self.get().pool_size}"
+            )

@@ -125,26 +125,26 @@ class StagedLayout:
     seq_lens: torch.Tensor
     padded: int
 
-    @classmethod
-    def stage(cls, layout: RankMajorLayout, device: torch.device | str) -> StagedLayout:
-        """Copy ``layout`` to ``device`` with one transfer that the host does not wait for.
+    @staticmethod
+    def numbers(layout: RankMajorLayout) -> torch.Tensor:
+        """The numbers to stage: (2 * N + 1, R), int64 on the CPU, in the order of the fields."""
+        return torch.cat((layout.local_lens, layout.starts, layout.seq_lens[None]))
 
-        Fresh memory is taken every time. Reusing one pinned buffer would let the next step
-        overwrite numbers that a copy still in flight has to read; torch's pinned allocator keeps
-        a block until its copies have run.
-        """
-        device = torch.device(device)
-        world, requests = layout.local_lens.shape
-        host = torch.empty(
-            (2 * world + 1, requests), dtype=torch.int32, pin_memory=device.type == "cuda"
-        )
-        host[:world] = layout.local_lens
-        host[world : 2 * world] = layout.starts
-        host[2 * world] = layout.seq_lens
-        staged = host.to(device, non_blocking=True)
+    @classmethod
+    def over(cls, staged: torch.Tensor, layout: RankMajorLayout) -> StagedLayout:
+        """Name the parts of ``staged``: :meth:`numbers` of ``layout`` as int32 on a device."""
+        world = layout.dcp_world_size
         return cls(
             local_lens=staged[:world],
             starts=staged[world : 2 * world],
             seq_lens=staged[2 * world],
             padded=layout.padded,
         )
+
+    @classmethod
+    def stage(cls, layout: RankMajorLayout, device: torch.device | str) -> StagedLayout:
+        """Copy one layout to ``device`` into fresh memory; the host may wait for the copy.
+
+        Batches are staged by :class:`.staging.StagingRing`, which does not wait.
+        """
+        return cls.over(cls.numbers(layout).to(torch.int32).to(device), layout)

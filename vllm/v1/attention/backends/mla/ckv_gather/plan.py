@@ -15,7 +15,7 @@ import vllm.envs as envs
 from vllm.distributed import get_dcp_group
 from vllm.logger import init_logger
 
-from vllm.v1.attention.backends.mla.ckv_gather import exchange, remap
+from vllm.v1.attention.backends.mla.ckv_gather import exchange, remap, startup
 from vllm.v1.attention.backends.mla.ckv_gather.counters import (
     NOT_PREFILL,
     GatherCounters,
@@ -33,6 +33,8 @@ from vllm.v1.attention.backends.mla.ckv_gather.eligibility import (
 from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
     FP8_DS_MLA,
     INDEX_RECORD_BYTES,
+    MAX_VISIBLE_TOKENS,
+    POOLS_PER_INDEX_PAGE,
     FrozenGeometry,
     PageGeometry,
     RecordFormat,
@@ -43,6 +45,7 @@ from vllm.v1.attention.backends.mla.ckv_gather.layout import (
     plan_index_pages,
     plan_layout,
 )
+from vllm.v1.attention.backends.mla.ckv_gather.staging import PageTables, StagingRing
 from vllm.v1.attention.backends.mla.ckv_gather.workspace import WorkspacePlan
 
 if TYPE_CHECKING:
@@ -52,9 +55,6 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backends.mla.sparse_mla_kernels import SparseMLAKernels
 
 logger = init_logger(__name__)
-
-MAX_VISIBLE_TOKENS = 524_288
-"""Cap of the default capacity: beyond it the workspace would take more than 264 MiB a GPU."""
 
 SUMMARY_BATCHES = 1000
 """One summary line is logged every so many batches that hold a prompt."""
@@ -118,6 +118,7 @@ class CkvGather:
         self.workspace: WorkspacePlan | None = None
         self.counters = GatherCounters()
         self.counting_layer: str | None = None
+        self._staged: tuple[StagingRing, PageTables] | None = None
         self.limits = Limits(
             enabled=self.enabled,
             supported_geometry=True,  # the backend refuses every other model at start
@@ -130,10 +131,17 @@ class CkvGather:
 
     @classmethod
     def from_config(cls, vllm_config: VllmConfig) -> CkvGather:
-        """The instance for ``vllm_config``; a new engine in the same process gets a new one."""
-        if cls._instance is None or cls._instance.vllm_config is not vllm_config:
-            cls._instance = cls(vllm_config)
-        return cls._instance
+        """The instance for ``vllm_config``; a new engine in the same process gets a new one.
+
+        A draft model has a configuration of its own around the same compilation config, and
+        shares the instance: there is one page geometry and one workspace.
+        """
+        known = cls._instance
+        if known is None or (
+            known.vllm_config.compilation_config is not vllm_config.compilation_config
+        ):
+            known = cls._instance = cls(vllm_config)
+        return known
 
     @staticmethod
     def record_format(cache_dtype: str | None) -> RecordFormat:
@@ -168,53 +176,86 @@ class CkvGather:
             )
         return min(max_model_len, MAX_VISIBLE_TOKENS)
 
-    def freeze_and_reserve(self) -> None:
-        """Freeze the geometry from the final block size and reserve the exchange buffers.
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What all ranks of the DCP group have to start with alike."""
+        cache, parallel = self.vllm_config.cache_config, self.vllm_config.parallel_config
+        return {
+            "VLLM_B12X_MLA_CKV_GATHER": int(self.enabled),
+            "VLLM_B12X_MLA_CKV_GATHER_MIN_TOKENS": self.limits.min_query_tokens,
+            "the capacity in visible tokens": self.max_visible_tokens,
+            "--max-num-seqs": self.max_num_seqs,
+            "the block size": cache.block_size,
+            "--kv-cache-dtype": cache.cache_dtype,
+            "--cp-kv-cache-interleave-size": parallel.cp_kv_cache_interleave_size,
+            "--dcp-comm-backend": parallel.dcp_comm_backend,
+            "index_kpool": self.pool_size,
+        }
 
-        Runs in the profiling run, once per layer; only the first call does anything new.
+    def freeze_and_reserve(self, kernels: SparseMLAKernels) -> bool:
+        """Freeze the geometry from the final block size and reserve everything a batch borrows.
+
+        Runs in the profiling run, once per layer; only the first call does anything new. Under
+        DCP the first call compares :attr:`facts` over the ranks, so all of them have to make it.
+
+        Returns:
+            Whether this was the first call.
 
         Raises:
+            RuntimeError: the ranks' facts differ, or the block size changed after the first call.
             ValueError: block size or interleave break a rule of ``PageGeometry``.
-            RuntimeError: the block size changed after the first call.
         """
         cache, parallel = self.vllm_config.cache_config, self.vllm_config.parallel_config
+        first = not self.geometry.is_frozen
+        if first and self.dcp_world_size > 1:
+            # Before anything that one rank alone could refuse: the others would wait for it.
+            facts = {**self.facts, "the kernel provider": type(kernels).__name__}
+            startup.require_agreement(exchange.all_gather_facts(facts, get_dcp_group().cpu_group))
         # Without DCP there is no owner to compute; one page run per rank describes that case.
         interleave = (
             parallel.cp_kv_cache_interleave_size if self.dcp_world_size > 1 else self.pool_size
         )
-        first = not self.geometry.is_frozen
-        geometry = self.geometry.freeze(
-            PageGeometry(
-                page_size=cache.block_size,
-                record=self.record_format(cache.cache_dtype),
-                pool_size=self.pool_size,
-                interleave=interleave,
-                dcp_world_size=self.dcp_world_size,
-            )
+        geometry = PageGeometry(
+            page_size=cache.block_size,
+            record=self.record_format(cache.cache_dtype),
+            pool_size=self.pool_size,
+            interleave=interleave,
+            dcp_world_size=self.dcp_world_size,
         )
+        geometry.check_index_page()
+        self.geometry.freeze(geometry)
+        if first:
+            self._reserve(geometry, type(kernels).__name__)
+        return first
+
+    def _reserve(self, geometry: PageGeometry, provider: str) -> None:
         if not self.enabled or self.dcp_world_size == 1:
+            logger.info(
+                "full-CKV gather: off, page %d tokens, kernels %s", geometry.page_size, provider
+            )
             return
         self.workspace = WorkspacePlan.from_geometry(
             geometry, self.max_visible_tokens, self.max_num_seqs
         )
-        num_bytes = self.workspace.reserve()
-        if first:
-            capacity = geometry.capacity(
-                max_tokens=self.max_visible_tokens, max_num_seqs=self.max_num_seqs
-            )
-            logger.info(
-                "full-CKV gather: on, page %d tokens, capacity %s records/rank, workspace "
-                "%.1f MiB/GPU (limit %s visible tokens)",
-                geometry.page_size,
-                f"{capacity:,}",
-                num_bytes / 2**20,
-                f"{self.max_visible_tokens:,}",
-            )
+        self._staging(self.workspace.reserve())
+        capacity = geometry.capacity(
+            max_tokens=self.max_visible_tokens, max_num_seqs=self.max_num_seqs
+        )
+        logger.info(
+            "full-CKV gather: on, page %d tokens, capacity %s records/rank, workspace "
+            "%.1f MiB/GPU (limit %s visible tokens), kernels %s",
+            geometry.page_size,
+            f"{capacity:,}",
+            self.workspace.num_bytes / 2**20,
+            f"{self.max_visible_tokens:,}",
+            provider,
+        )
 
     def counts_for(self, layer_name: str) -> bool:
         """Whether the builder of ``layer_name`` counts its batches: the first one that asks.
 
-        Layers in several cache groups have a builder each, and all see every step.
+        Layers in several cache groups have a builder each, and all see every step. Draft layers
+        do not ask.
         """
         if self.counting_layer is None:
             self.counting_layer = layer_name
@@ -226,6 +267,7 @@ class CkvGather:
         *,
         num_decode_tokens: int,
         capturing: bool,
+        is_draft_layer: bool = False,
         count: bool = True,
     ) -> CkvBatchPlan | None:
         """Decide for one batch and lay it out; None means the ordinary path.
@@ -235,6 +277,7 @@ class CkvGather:
         common: the step's metadata; ``seq_lens_cpu_upper_bound`` is exact for prefill rows.
         num_decode_tokens: tokens the builder's split put on the decode path.
         capturing: the metadata is for a CUDA-graph capture.
+        is_draft_layer: the layers belong to a draft (MTP) model.
         count: add the batch to the counters, see :meth:`counts_for`.
         """
         query_lens = torch.diff(common.query_start_loc_cpu)
@@ -248,8 +291,9 @@ class CkvGather:
             num_query_tokens=int(query_lens.sum()),
             num_decode_tokens=num_decode_tokens,
             visible_tokens=0 if lengths is None else int(lengths[:num_requests].sum()),
+            is_draft_layer=is_draft_layer,
             for_graph_capture=capturing,
-            dual_batch_overlap=self.vllm_config.parallel_config.enable_dbo,
+            dual_batch_overlap=self.vllm_config.parallel_config.use_ubatching,
         )
         decision = decide(facts, self.limits)
         if count:
@@ -297,7 +341,11 @@ class CkvGather:
         self.counters.dcp_bytes += candidate_bytes(rows, width, self.dcp_world_size)
 
     def layout_batch(self, lengths: torch.Tensor, device: torch.device) -> CkvBatchPlan:
-        """Lay out requests of ``lengths`` ((R,) int64, CPU) and stage the plan to ``device``."""
+        """Lay out requests of ``lengths`` ((R,) int64, CPU) and stage the plan to ``device``.
+
+        One transfer that the host does not wait for, into memory that :meth:`freeze_and_reserve`
+        took; valid until the next batches, see :mod:`.staging`.
+        """
         geometry = self.geometry.get()
         tokens = plan_layout(
             lengths, dcp_world_size=self.dcp_world_size, interleave=geometry.interleave
@@ -307,18 +355,35 @@ class CkvGather:
             pool_lens, dcp_world_size=self.dcp_world_size, interleave=geometry.pool_interleave
         )
         page_starts, num_pages = plan_index_pages(pool_lens)
-        ends = torch.cat((page_starts[1:], torch.tensor([num_pages])))
-        width = max(1, int((ends - page_starts).max()))
-        # Columns past a request's pages repeat a valid page; counts keep them from being read.
-        table = (page_starts[:, None] + torch.arange(width)).clamp(max=max(num_pages - 1, 0))
+        width = max(1, -(-int(pool_lens.max()) // POOLS_PER_INDEX_PAGE))
+        ring, tables = self._staging(device)
+        staged_tokens, staged_pools, starts = ring.stage(
+            (StagedLayout.numbers(tokens), StagedLayout.numbers(pools), page_starts)
+        )
         return CkvBatchPlan(
             tokens=tokens,
             pools=pools,
-            staged_tokens=StagedLayout.stage(tokens, device),
-            staged_pools=StagedLayout.stage(pools, device),
-            page_starts=page_starts.to(torch.int32).to(device, non_blocking=True),
-            page_table=table.to(torch.int32).to(device, non_blocking=True),
+            staged_tokens=StagedLayout.over(staged_tokens, tokens),
+            staged_pools=StagedLayout.over(staged_pools, pools),
+            page_starts=starts,
+            page_table=tables.fill(starts, width, num_pages),
         )
+
+    def _staging(self, device: torch.device) -> tuple[StagingRing, PageTables]:
+        if self._staged is None:
+            # Per request: two layouts of 2N + 1 numbers, and the first page.
+            numbers = self.limits.max_num_seqs * (2 * (2 * self.dcp_world_size + 1) + 1)
+            self._staged = (
+                StagingRing(device, numbers),
+                PageTables(device, self.limits.max_num_seqs, self.max_pages),
+            )
+        return self._staged
+
+    @property
+    def max_pages(self) -> int:
+        """Planar index pages of the longest request that a gather holds."""
+        pools = -(-self.limits.max_visible_tokens // self.pool_size)
+        return -(-pools // POOLS_PER_INDEX_PAGE)
 
     def gather_index_keys(
         self,
@@ -351,8 +416,10 @@ class CkvGather:
         self.counters.ckv_bytes += (
             (self.dcp_world_size - 1) * plan.pools.padded * INDEX_RECORD_BYTES
         )
-        pages = buffers.index_pages
-        return pages.view(pages.shape[0], -1, INDEX_RECORD_BYTES), plan.page_table
+        # A size of -1 would be ambiguous for prompts below one pool, which have no page at all.
+        num_pages = buffers.index_pages.shape[0]
+        pages = buffers.index_pages.view(num_pages, POOLS_PER_INDEX_PAGE, INDEX_RECORD_BYTES)
+        return pages, plan.page_table
 
     def gather_latents(
         self,
@@ -370,9 +437,6 @@ class CkvGather:
             The records are valid until the next user of vLLM's workspace.
         """
         assert self.workspace is not None
-        self.geometry.check_cache(
-            cache.shape, [stride * cache.element_size() for stride in cache.stride()]
-        )
         group = get_dcp_group()
         records = self.workspace.borrow(plan.tokens).latents
         exchange.gather_latents(

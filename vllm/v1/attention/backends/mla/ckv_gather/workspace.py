@@ -105,10 +105,9 @@ class WorkspacePlan:
 
         return current_workspace_manager().get_simultaneous(*self.requests)
 
-    def reserve(self) -> int:
-        """Allocate the workspace (profiling run) and return its bytes."""
-        self._take()
-        return self.num_bytes
+    def reserve(self) -> torch.device:
+        """Allocate :attr:`num_bytes` of workspace (profiling run) and return where they lie."""
+        return self._take()[0].device
 
     def borrow(
         self, layout: RankMajorLayout, pool_layout: RankMajorLayout | None = None

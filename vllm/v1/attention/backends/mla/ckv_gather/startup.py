@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens once, at start: refusals, the ranks' agreement, and a first run of everything.
+
+The first run takes every operation that serving uses through its smallest and its largest shape
+while vLLM profiles memory: kernels compile, communicators connect, and the profiler sees the peak
+of both paths, because vLLM's own profiling run stops short of attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm.v1.attention.backends.mla.ckv_gather import exchange
+from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
+    INDEX_RECORD_BYTES,
+    POOLS_PER_INDEX_PAGE,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backends.mla.ckv_gather.plan import CkvGather
+    from vllm.v1.attention.backends.mla.sparse_mla_kernels import SparseMLAKernels
+
+LATENT_DIM = 512
+INDEX_DIM = 128
+CONFIG_KEY = "vllm_b12x_ckv"
+"""Entry of ``VllmConfig.additional_config`` that keeps start-up plans of on and off apart."""
+
+
+def refusals(vllm_config: Any, *, enabled: bool) -> list[str]:
+    """Reasons, one sentence each, why this configuration cannot run on B12X_MLA_SPARSE.
+
+    vllm_config: the engine's configuration. enabled: the gather is on.
+    """
+    parallel = vllm_config.parallel_config
+    pool_size = int(getattr(vllm_config.model_config.hf_text_config, "index_kpool", 1))
+    interleave = parallel.cp_kv_cache_interleave_size
+    reasons = []
+    if parallel.decode_context_parallel_size > 1 and interleave % pool_size:
+        reasons.append(
+            f"--cp-kv-cache-interleave-size {interleave} would split an index pool of {pool_size} "
+            f"tokens over ranks; set it to {-(-interleave // pool_size) * pool_size} or another "
+            f"multiple of {pool_size}"
+        )
+    if not enabled:
+        return reasons
+    remedy = "or unset VLLM_B12X_MLA_CKV_GATHER"
+    if parallel.use_ubatching:
+        reasons.append(
+            "full-CKV gather does not run with overlapping micro-batches, whose collectives would "
+            f"interleave; drop --enable-dbo and --ubatch-size, {remedy}"
+        )
+    if parallel.prefill_context_parallel_size > 1:
+        reasons.append(
+            "full-CKV gather does not run with prefill context parallelism of "
+            f"{parallel.prefill_context_parallel_size}, which splits the queries as well; set "
+            f"--prefill-context-parallel-size 1, {remedy}"
+        )
+    if vllm_config.kv_transfer_config is not None:
+        reasons.append(
+            "full-CKV gather does not run with a KV connector, whose layer-wise loads it would "
+            f"not wait for; drop --kv-transfer-config, {remedy}"
+        )
+    return reasons
+
+
+def separate_startup_plans(vllm_config: Any, facts: dict[str, Any]) -> None:
+    """Make ``facts`` a part of the configuration's hash, by which vLLM files start-up plans.
+
+    A plan saved with the gather off promises the KV cache the bytes that the gather reserves.
+
+    Raises:
+        ValueError: ``additional_config`` is an object of somebody else's type, which offers no
+            place for the facts, and start-up plans are on.
+    """
+    import vllm.envs as envs
+
+    if isinstance(vllm_config.additional_config, dict):
+        vllm_config.additional_config[CONFIG_KEY] = facts
+    elif envs.VLLM_ENABLE_STARTUP_PLAN:
+        raise ValueError(
+            "VLLM_ENABLE_STARTUP_PLAN=1 could reuse a plan that was saved without the full-CKV "
+            f"gather, because additional_config is a {type(vllm_config.additional_config).__name__}"
+            " and not a dictionary; unset VLLM_ENABLE_STARTUP_PLAN"
+        )
+
+
+def require_agreement(facts: Sequence[dict[str, Any]]) -> None:
+    """Check that all ranks of a DCP group start with the same facts.
+
+    facts: one dictionary per rank, in rank order, the same list on every rank: so all of them
+        raise, or none.
+
+    Raises:
+        RuntimeError: a value differs. The message names it, both ranks and both values.
+    """
+    for rank, other in enumerate(facts):
+        for name in facts[0].keys() | other.keys():
+            here, there = facts[0].get(name), other.get(name)
+            if here != there:
+                raise RuntimeError(
+                    f"the ranks of the DCP group disagree: {name} is {here!r} on rank 0 and "
+                    f"{there!r} on rank {rank}; start every rank with the same flags and the same "
+                    "version, or they would wait for each other in different collectives"
+                )
+
+
+@dataclass(frozen=True)
+class LayerShapes:
+    """The largest shapes of one layer.
+
+    num_tokens: rows T of a batch.
+    local_heads: heads of this rank.
+    width: columns of a selection.
+    pool_topk: pools that a row selects.
+    index_heads: heads of the indexer's query.
+    ring: tokens in the tail cache of one request.
+    scale: softmax scale.
+    """
+
+    num_tokens: int
+    local_heads: int
+    width: int
+    pool_topk: int
+    index_heads: int
+    ring: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Inputs of ``num_tokens`` rows that select nothing and own no slot."""
+
+    shapes: LayerShapes
+    num_tokens: int
+    device: torch.device
+
+    def zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros((self.num_tokens, *shape), dtype=dtype, device=self.device)
+
+    def nothing(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return self.zeros(*shape, dtype=dtype).fill_(-1)
+
+
+def run_everything_once(
+    gather: CkvGather,
+    kernels: SparseMLAKernels,
+    shapes: LayerShapes,
+    device: torch.device,
+    query_gather: Callable[..., torch.Tensor] | None,
+    combine: Callable[..., torch.Tensor] | None,
+) -> None:
+    """Run both paths on empty batches: one token, then the largest batch.
+
+    All ranks of the DCP group have to call it, with the same shapes: it enters every collective
+    in one order. Ends with as little memory as it began with, the profiler keeps the peak.
+
+    query_gather, combine: the layer's DCP callables, None without DCP.
+    """
+    geometry = gather.geometry.get()
+    # Nothing profiles host memory, and the reference kernels would take minutes.
+    largest = shapes.num_tokens if device.type == "cuda" else min(shapes.num_tokens, 8)
+    cache = torch.zeros(
+        (1, geometry.page_size, geometry.record.record_bytes), dtype=torch.uint8, device=device
+    )
+    index_cache = torch.zeros(
+        (1, POOLS_PER_INDEX_PAGE, INDEX_RECORD_BYTES), dtype=torch.uint8, device=device
+    )
+    for num_tokens in dict.fromkeys((1, largest)):
+        batch = _Batch(shapes, num_tokens, device)
+        _write_once(kernels, batch, cache, index_cache, gather.pool_size)
+        _ordinary_once(gather, kernels, batch, cache, index_cache, query_gather, combine)
+    if gather.workspace is None:
+        return
+    most = gather.limits.max_visible_tokens
+    visible = most if device.type == "cuda" else min(most, 4096)
+    # One token leaves every rank but the first without a record, and all without a pool; a pool
+    # on the first rank alone comes next.
+    received = gather.counters.ckv_bytes
+    for lengths in dict.fromkeys((1, min(gather.pool_size, visible), visible)):
+        _gathered_once(
+            gather, kernels, _Batch(shapes, largest, device), cache, index_cache, lengths
+        )
+    gather.counters.ckv_bytes = received
+
+
+def _write_once(
+    kernels: SparseMLAKernels,
+    batch: _Batch,
+    cache: torch.Tensor,
+    index_cache: torch.Tensor,
+    pool_size: int,
+) -> None:
+    bf16, device = torch.bfloat16, batch.device
+    slots = batch.nothing(dtype=torch.int64)
+    kernels.write_records(batch.zeros(LATENT_DIM, dtype=bf16), cache, slots)
+    ring = batch.shapes.ring
+    kernels.write_pools(
+        batch.zeros(INDEX_DIM, dtype=bf16),
+        batch.zeros(INDEX_DIM, dtype=bf16),
+        torch.zeros((pool_size, INDEX_DIM), dtype=torch.float32, device=device),
+        index_cache,
+        slots,
+        torch.zeros((1, 2, ring, INDEX_DIM), dtype=bf16, device=device),
+        slots,
+        torch.arange(batch.num_tokens, device=device),
+        torch.tensor([0, batch.num_tokens], dtype=torch.int32, device=device),
+    )
+
+
+def _select_once(
+    kernels: SparseMLAKernels, batch: _Batch, pages: torch.Tensor, page_table: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    heads = batch.shapes.index_heads
+    return kernels.select_pools(
+        batch.zeros(heads, INDEX_DIM, dtype=torch.uint8).view(torch.float8_e4m3fn),
+        batch.zeros(heads, dtype=torch.float32),
+        pages,
+        page_table,
+        batch.zeros(),
+        batch.zeros(),
+        batch.shapes.pool_topk,
+    )
+
+
+def _ordinary_once(
+    gather: CkvGather,
+    kernels: SparseMLAKernels,
+    batch: _Batch,
+    cache: torch.Tensor,
+    index_cache: torch.Tensor,
+    query_gather: Callable[..., torch.Tensor] | None,
+    combine: Callable[..., torch.Tensor] | None,
+) -> None:
+    geometry, shapes, device = gather.geometry.get(), batch.shapes, batch.device
+    table = torch.zeros((1, gather.max_pages), dtype=torch.int32, device=device)
+    pool_ids, scores = _select_once(kernels, batch, index_cache, table)
+    if gather.dcp_world_size > 1:
+        pool_ids = kernels.merge_pool_candidates(
+            *exchange.all_gather_candidates(scores, pool_ids), shapes.pool_topk
+        )
+    kernels.expand_pools(pool_ids, batch.nothing(dtype=torch.int64), gather.pool_size, shapes.width)
+    del pool_ids, scores
+    query = batch.zeros(shapes.local_heads, LATENT_DIM, dtype=torch.bfloat16)
+    if query_gather is not None:
+        query = query_gather(query)
+    rows, counts = kernels.filter_local(
+        batch.nothing(shapes.width),
+        batch.zeros(),
+        table,
+        block_stride_rows=geometry.page_size,
+        page_size=geometry.page_size,
+        rank=0,
+        dcp_world_size=gather.dcp_world_size,
+        interleave=geometry.interleave,
+    )
+    out, lse = kernels.attend(query, cache.flatten(0, 1), rows, counts, shapes.scale)
+    if combine is not None:
+        bounds = torch.tensor([0, batch.num_tokens], dtype=torch.int32, device=device)
+        combine(out, lse, seq_lens=bounds[1:], query_start_loc=bounds)
+
+
+def _gathered_once(
+    gather: CkvGather,
+    kernels: SparseMLAKernels,
+    batch: _Batch,
+    cache: torch.Tensor,
+    index_cache: torch.Tensor,
+    length: int,
+) -> None:
+    plan = gather.layout_batch(torch.tensor([length], dtype=torch.int64), batch.device)
+    # Every page of the request is page 0: what is packed does not matter, only how much.
+    table = torch.zeros(
+        (1, -(-plan.tokens.padded // POOLS_PER_INDEX_PAGE) + 1),
+        dtype=torch.int32,
+        device=batch.device,
+    )
+    pages, page_table = gather.gather_index_keys(plan, kernels, index_cache, table)
+    _select_once(kernels, batch, pages, page_table)
+    records, rows, counts = gather.gather_latents(
+        plan, kernels, cache, table, batch.nothing(batch.shapes.width), batch.zeros()
+    )
+    query = batch.zeros(batch.shapes.local_heads, LATENT_DIM, dtype=torch.bfloat16)
+    kernels.attend(query, records, rows, counts, batch.shapes.scale)
+
+
+def lock_after_warm_up(worker: Any) -> bool:
+    """Lock vLLM's workspace if a layer of ``worker`` gathers; returns whether it did.
+
+    vLLM locks after it has captured graphs, and so never in eager mode. Locking again is harmless.
+    """
+    from vllm.v1.worker.workspace import is_workspace_manager_initialized, lock_workspace
+
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    gathers = (getattr(getattr(layer, "impl", None), "gather", None) for layer in layers)
+    if not is_workspace_manager_initialized() or not any(
+        getattr(gather, "workspace", None) is not None for gather in gathers
+    ):
+        return False
+    lock_workspace()
+    return True
