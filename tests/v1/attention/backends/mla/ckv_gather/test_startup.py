@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refusals, agreement of the ranks, the first run of everything, and the lock."""
+
+import os
+import sys
+import tempfile
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from vllm.v1.attention.backends.mla.ckv_gather import exchange, startup
+from vllm.v1.attention.backends.mla.ckv_gather import geometry as g
+from vllm.v1.attention.backends.mla.ckv_gather import plan as plan_module
+from vllm.v1.attention.backends.mla.sparse_mla_kernels.torch_reference import TorchReferenceKernels
+
+SHAPES = startup.LayerShapes(
+    num_tokens=6, local_heads=2, width=35, pool_topk=8, index_heads=32, ring=4, scale=0.1
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "enabled", "parts"),
+    [
+        ({"cp_kv_cache_interleave_size": 1}, False, ["size 1 ", "pool of 4", "set it to 4"]),
+        ({"cp_kv_cache_interleave_size": 6}, True, ["size 6 ", "pool of 4", "set it to 8"]),
+        ({"use_ubatching": True}, True, ["micro-batches", "--enable-dbo"]),
+        ({"prefill_context_parallel_size": 2}, True, ["prefill context parallelism of 2"]),
+        ({"kv_transfer_config": object()}, True, ["KV connector", "--kv-transfer-config"]),
+    ],
+)
+def test_each_refusal_is_one_sentence_with_a_remedy(make_config, changes, enabled, parts):
+    (reason,) = startup.refusals(make_config(2, **changes), enabled=enabled)
+    for part in parts:
+        assert part in reason
+    assert "\n" not in reason and ". " not in reason
+
+
+def test_what_only_the_gather_cannot_do_is_allowed_without_it(make_config):
+    config = make_config(
+        2, use_ubatching=True, prefill_context_parallel_size=2, kv_transfer_config=object()
+    )
+    assert startup.refusals(config, enabled=False) == []
+    assert startup.refusals(make_config(2), enabled=True) == []
+    # Without context parallelism there is no owner to split a pool over.
+    assert startup.refusals(make_config(1, cp_kv_cache_interleave_size=1), enabled=True) == []
+
+
+def test_backend_validation_lists_the_refusals(make_config, monkeypatch):
+    from vllm.plugins.b12x_mla_sparse import register
+    from vllm.v1.attention.backends.mla import b12x_mla_sparse as module
+
+    register()
+    config = make_config(2, cp_kv_cache_interleave_size=6, use_ubatching=True)
+    monkeypatch.setattr(module, "get_current_vllm_config", lambda: config)
+    arguments = {
+        "head_size": 512,
+        "dtype": torch.bfloat16,
+        "kv_cache_dtype": "fp8_ds_mla",
+        "block_size": 256,
+        "use_mla": True,
+        "has_sink": False,
+        "use_sparse": True,
+        "use_mm_prefix": False,
+        "use_per_head_quant_scales": False,
+        "device_capability": None,
+        "attn_type": "decoder",
+    }
+    validate = module.B12xMLASparseBackend.validate_configuration
+    monkeypatch.setenv("VLLM_B12X_MLA_CKV_GATHER", "0")
+    assert len(validate(**arguments)) == 1
+    monkeypatch.setenv("VLLM_B12X_MLA_CKV_GATHER", "1")
+    reasons = validate(**arguments)
+    assert len(reasons) == 2
+    assert "--cp-kv-cache-interleave-size 6" in reasons[0] and "--enable-dbo" in reasons[1]
+    assert "PCP not supported" in validate(**arguments, use_pcp=True)
+
+
+def test_start_up_plans_of_on_and_off_have_different_names(make_config, monkeypatch):
+    from vllm.config import DeviceConfig, VllmConfig
+
+    off, on, smaller = (VllmConfig(device_config=DeviceConfig("cpu")) for _ in range(3))
+    startup.separate_startup_plans(on, {"capacity": 2000})
+    startup.separate_startup_plans(smaller, {"capacity": 1000})
+    assert len({config.compute_hash() for config in (off, on, smaller)}) == 3
+    opaque = make_config(2, additional_config=object())
+    startup.separate_startup_plans(opaque, {})
+    monkeypatch.setenv("VLLM_ENABLE_STARTUP_PLAN", "1")
+    with pytest.raises(ValueError, match="unset VLLM_ENABLE_STARTUP_PLAN"):
+        startup.separate_startup_plans(opaque, {})
+
+
+def test_agreement_names_the_flag_both_ranks_and_both_values():
+    same = {"VLLM_B12X_MLA_CKV_GATHER": 1, "the block size": 256}
+    startup.require_agreement([same, dict(same), dict(same)])
+    with pytest.raises(RuntimeError) as error:
+        startup.require_agreement([same, same, {**same, "VLLM_B12X_MLA_CKV_GATHER": 0}])
+    assert "VLLM_B12X_MLA_CKV_GATHER is 1 on rank 0 and 0 on rank 2" in str(error.value)
+    with pytest.raises(RuntimeError, match="extra is None on rank 0 and 3 on rank 1"):
+        startup.require_agreement([same, {**same, "extra": 3}])
+
+
+def _worker(rank: int, world: int, path: str, body_name: str, results) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+    try:
+        results[rank] = globals()[body_name](rank, world)
+    finally:
+        dist.destroy_process_group()
+
+
+def run_ranks(world: int, body_name: str) -> list:
+    """Run a function of this module on ``world`` gloo ranks; returns their results."""
+    with tempfile.TemporaryDirectory() as folder, mp.Manager() as manager:
+        results = manager.dict()
+        mp.start_processes(
+            _worker,
+            args=(world, os.path.join(folder, "store"), body_name, results),
+            nprocs=world,
+            start_method="fork",
+        )
+        return [results[rank] for rank in range(world)]
+
+
+def disagree(rank: int, world: int) -> str:
+    facts = {"VLLM_B12X_MLA_CKV_GATHER": 1 if rank else 0, "pages": 256}
+    try:
+        startup.require_agreement(exchange.all_gather_facts(facts, dist.group.WORLD))
+    except RuntimeError as error:
+        return str(error)
+    return "agreed"
+
+
+def test_all_ranks_raise_when_one_differs():
+    messages = run_ranks(2, "disagree")
+    assert messages[0] == messages[1]
+    assert "VLLM_B12X_MLA_CKV_GATHER is 0 on rank 0 and 1 on rank 1" in messages[0]
+
+
+class Recording(TorchReferenceKernels):
+    """The reference kernels; notes which operations run, and with how many rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int]] = []
+
+    def __getattribute__(self, name: str):
+        value = super().__getattribute__(name)
+        if name.startswith("_") or not callable(value):
+            return value
+
+        def call(*args, **kwargs):
+            self.calls.append((name, args[0].shape[0]))
+            return value(*args, **kwargs)
+
+        return call
+
+
+OPERATIONS = {
+    "write_records", "pack_records", "write_pools", "pack_pools", "unpack_pools", "select_pools",
+    "merge_pool_candidates", "expand_pools", "remap", "filter_local", "attend",
+}  # fmt: skip
+
+
+def start(rank: int, world: int, changes: dict | None = None) -> dict:
+    """Reserve and run everything once, as the first layer of a rank does."""
+    from vllm.v1.worker import workspace as stock
+
+    from vllm.plugins.b12x_mla_sparse import register
+
+    torch.accelerator.empty_cache = lambda: None
+    os.environ["VLLM_B12X_MLA_CKV_GATHER"] = "1"
+    register()
+    stock.reset_workspace_manager()
+    stock.init_workspace_manager(torch.device("cpu"))
+    group = SimpleNamespace(
+        rank_in_group=rank, cpu_group=dist.group.WORLD, device_group=dist.group.WORLD
+    )
+    plan_module.get_dcp_group = lambda: group
+    candidates = exchange.all_gather_candidates
+    exchange.all_gather_candidates = lambda *args: candidates(*args, group=dist.group.WORLD)
+    entered: list[tuple] = []
+
+    def note(inner):
+        def collective(*args, **kwargs):
+            entered.append((inner.__name__, getattr(args[0], "shape", None)))
+            return inner(*args, **kwargs)
+
+        return collective
+
+    for name in ("all_gather_into_tensor", "all_gather_object"):
+        setattr(exchange.dist, name, note(getattr(dist, name)))
+    dcp: list[tuple] = []
+
+    def query_gather(query):
+        dcp.append(("query", tuple(query.shape)))
+        return query.repeat(1, world, 1)
+
+    def combine(out, lse, *, seq_lens, query_start_loc):
+        dcp.append(("combine", tuple(out.shape)))
+        assert lse.shape == out.shape[:2] and int(query_start_loc[-1]) == int(seq_lens[0])
+        return out
+
+    conftest = next(m for n, m in sys.modules.items() if n.endswith("ckv_gather.conftest"))
+    gather = plan_module.CkvGather(conftest.configuration(world, **(changes or {})))
+    kernels = Recording()
+    first = gather.freeze_and_reserve(kernels)
+    before = stock.current_workspace_manager()._current_workspaces[0]
+    stock.lock_workspace()
+    startup.run_everything_once(gather, kernels, SHAPES, torch.device("cpu"), query_gather, combine)
+    again = gather.freeze_and_reserve(kernels)
+    return {
+        "first": (first, again),
+        "operations": {name for name, _ in kernels.calls},
+        "attended": [rows for name, rows in kernels.calls if name == "attend"],
+        "entered": entered,
+        "dcp": dcp,
+        "same_bytes": stock.current_workspace_manager()._current_workspaces[0] is before,
+        "reserved": None if before is None else (before.numel(), gather.workspace.num_bytes),
+        "counters": gather.counters.as_dict(),
+    }
+
+
+def test_the_first_run_takes_every_operation_through_every_collective():
+    ranks = run_ranks(2, "start")
+    for result in ranks:
+        assert result["first"] == (True, False)
+        assert result["operations"] == OPERATIONS
+        # One row and the largest batch on both ordinary runs, then three gathered lengths.
+        assert result["attended"] == [1, 6, 6, 6, 6]
+        assert result["dcp"] == [
+            ("query", (1, 2, 512)), ("combine", (1, 4, 512)),
+            ("query", (6, 2, 512)), ("combine", (6, 4, 512)),
+        ]  # fmt: skip
+        # The lock proves it as well: nothing but the reserved bytes was used.
+        assert result["same_bytes"] and result["reserved"][0] == result["reserved"][1]
+        assert result["counters"]["ckv_bytes"] == result["counters"]["dcp_bytes"] == 0
+    assert ranks[0]["entered"] == ranks[1]["entered"]
+    names = [name for name, _ in ranks[0]["entered"]]
+    assert names[0] == "all_gather_object" and names.count("all_gather_object") == 1
+    shapes = [tuple(shape) for name, shape in ranks[0]["entered"][1:]]
+    # Candidates of both batches; one token, with no pool; one pool; then the whole capacity.
+    assert shapes == [
+        (4, 1, 8), (4, 6, 8), (2, 528), (2, 132), (8, 528), (250, 132), (1000, 528)
+    ]  # fmt: skip
+
+
+def test_a_new_page_size_after_the_first_call_names_both(make_gather, monkeypatch):
+    from vllm.v1.worker import workspace as stock
+
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    stock.reset_workspace_manager()
+    stock.init_workspace_manager(torch.device("cpu"))
+    group = SimpleNamespace(cpu_group=None)
+    monkeypatch.setattr(plan_module, "get_dcp_group", lambda: group)
+    monkeypatch.setattr(exchange, "all_gather_facts", lambda facts, group: [facts, facts])
+    try:
+        gather = make_gather(2, freeze=False)
+        assert gather.freeze_and_reserve(TorchReferenceKernels())
+        assert not gather.freeze_and_reserve(TorchReferenceKernels())
+        gather.vllm_config.cache_config.block_size = 2304
+        with pytest.raises(RuntimeError, match=r"page_size 256.*page_size 2304"):
+            gather.freeze_and_reserve(TorchReferenceKernels())
+    finally:
+        stock.reset_workspace_manager()
+
+
+@pytest.mark.parametrize("block_size", [128, 384, 640])
+def test_index_pages_of_32_pools_are_refused_at_the_freeze(make_gather, monkeypatch, block_size):
+    monkeypatch.setattr(plan_module, "get_dcp_group", lambda: SimpleNamespace(cpu_group=None))
+    monkeypatch.setattr(exchange, "all_gather_facts", lambda facts, group: [facts])
+    gather = make_gather(2, freeze=False, block_size=block_size)
+    with pytest.raises(ValueError) as error:
+        gather.freeze_and_reserve(TorchReferenceKernels())
+    for part in (f"page_size {block_size}", "64 pools", "(256 tokens)", "--block-size"):
+        assert part in str(error.value)
+    assert not gather.geometry.is_frozen
+
+
+@pytest.mark.parametrize("page_size", [256, 512, 1280, 2304, 4352, 8704])
+def test_pages_of_the_real_model_hold_whole_index_pages(page_size):
+    g.PageGeometry(page_size, g.FP8_DS_MLA, 4, 4, 2).check_index_page()
+
+
+def test_lock_needs_a_layer_that_gathers(make_gather, monkeypatch):
+    from vllm.v1.worker import workspace as stock
+
+    stock.reset_workspace_manager()
+    gather = make_gather(2)
+    layers = {"kda": SimpleNamespace(), "mla": SimpleNamespace(impl=SimpleNamespace(gather=gather))}
+    compilation = SimpleNamespace(static_forward_context=layers)
+    worker = SimpleNamespace(vllm_config=SimpleNamespace(compilation_config=compilation))
+    assert not startup.lock_after_warm_up(worker)
+    stock.init_workspace_manager(torch.device("cpu"))
+    try:
+        assert not startup.lock_after_warm_up(worker)
+        assert not stock.current_workspace_manager().is_locked()
+        gather.workspace = object()
+        assert startup.lock_after_warm_up(worker) and startup.lock_after_warm_up(worker)
+        assert stock.current_workspace_manager().is_locked()
+    finally:
+        stock.reset_workspace_manager()
