@@ -234,13 +234,13 @@ def fake_model(tmp_path, monkeypatch):
     monkeypatch.setattr(plugin, "INDEXER_USER", "fake_model.user")
     monkeypatch.setattr(plugin, "INDEXER_MODULE", "fake_model.ours")
     monkeypatch.setattr(
-        sys, "meta_path", [f for f in sys.meta_path if not isinstance(f, plugin._IndexerHook)]
+        sys, "meta_path", [f for f in sys.meta_path if not isinstance(f, plugin._ImportHook)]
     )
     return package
 
 
 def test_indexer_is_registered_when_its_user_is_imported_and_not_before(fake_model):
-    plugin._arrange_indexer()
+    plugin._arrange_hooks()
     assert "fake_model.ours" not in sys.modules
     importlib.import_module("fake_model.user")
     assert sys.modules["fake_model.ours"].CALLS == [1]
@@ -248,21 +248,130 @@ def test_indexer_is_registered_when_its_user_is_imported_and_not_before(fake_mod
 
 def test_indexer_is_registered_at_once_when_its_user_is_there_already(fake_model):
     importlib.import_module("fake_model.user")
-    plugin._arrange_indexer()
+    plugin._arrange_hooks()
     assert sys.modules["fake_model.ours"].CALLS == [1]
 
 
 def test_missing_indexer_module_is_no_error(fake_model):
     (fake_model / "ours.py").unlink()
-    plugin._arrange_indexer()
+    plugin._arrange_hooks()
     assert importlib.import_module("fake_model.user").DONE
 
 
 def test_error_in_the_indexer_module_is_not_hidden(fake_model):
     (fake_model / "ours.py").write_text("raise RuntimeError('broken indexer')\n")
-    plugin._arrange_indexer()
+    plugin._arrange_hooks()
     with pytest.raises(RuntimeError, match="broken indexer"):
         importlib.import_module("fake_model.user")
+
+
+class Platform:
+    """As much of a vLLM platform as the hardware remark reads."""
+
+    def __init__(self, capability: tuple[int, int] | None) -> None:
+        from vllm.platforms.interface import DeviceCapability
+
+        self.capability = capability and DeviceCapability(*capability)
+
+    def is_cuda(self) -> bool:
+        return self.capability is not None
+
+    def get_device_capability(self):
+        return self.capability
+
+    def has_device_capability(self, wanted: int) -> bool:
+        return self.capability.to_int() >= wanted
+
+    def is_device_capability_family(self, family: int) -> bool:
+        return self.capability.to_int() // 10 == family // 10
+
+
+@pytest.mark.parametrize(
+    ("capability", "b12x", "parts"),
+    [
+        (None, True, ["NVIDIA GPU", "another attention backend"]),
+        ((7, 5), True, ["8.0 or newer", "7.5"]),
+        ((12, 0), False, ["b12x is not installed", "Triton", "vllm-b12x-ckv[b12x]"]),
+        ((12, 1), False, ["b12x is not installed"]),
+        ((12, 0), True, None),
+        ((9, 0), False, None),
+        ((8, 0), False, None),
+    ],
+)
+def test_hardware_remark(monkeypatch, capability, b12x, parts):
+    monkeypatch.delenv("VLLM_CKV_REFERENCE", raising=False)
+    there = {"b12x": b12x, plugin.B12X_PROVIDER: True}
+    monkeypatch.setattr(plugin, "find_spec", lambda name: there[name] or None)
+    remark = plugin.hardware_remark(Platform(capability))
+    if parts is None:
+        assert remark is None
+        return
+    assert "\n" not in remark
+    for part in parts:
+        assert part in remark
+
+
+def test_missing_b12x_is_not_mentioned_before_there_is_a_provider_for_it(monkeypatch):
+    monkeypatch.setattr(plugin, "find_spec", lambda name: None)
+    assert plugin.hardware_remark(Platform((12, 0))) is None
+
+
+def test_the_reference_platform_needs_no_gpu(monkeypatch):
+    monkeypatch.setenv("VLLM_CKV_REFERENCE", "1")
+    assert plugin.hardware_remark(Platform(None)) is None
+
+
+@pytest.mark.parametrize(("flag", "lines"), [("0", 0), ("1", 1)])
+def test_without_a_gpu_one_line_and_only_when_asked_for(flag, lines):
+    result = run(
+        "from vllm.plugins.b12x_mla_sparse import register, register_platform\n"
+        "register_platform(); register(); register()\n"
+        "import torch\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "from vllm.v1.attention.backends.registry import AttentionBackendEnum\n"
+        "assert 'B12X_MLA_SPARSE' in AttentionBackendEnum.__members__\n",
+        VLLM_B12X_MLA_CKV_GATHER=flag,
+        VLLM_CKV_REFERENCE="0",
+    )
+    assert result.returncode == 0, result.stderr
+    output = result.stdout + result.stderr
+    assert output.count("B12X_MLA_SPARSE needs an NVIDIA GPU") == lines
+
+
+def test_the_worker_locks_once_after_its_own_warm_up(monkeypatch):
+    from types import SimpleNamespace
+
+    from vllm.v1.attention.backends.mla.ckv_gather import startup
+
+    calls = []
+
+    class Worker:
+        def compile_or_warm_up_model(self):
+            calls.append("warm-up")
+            return "times"
+
+    monkeypatch.setitem(sys.modules, plugin.WORKER_MODULE, SimpleNamespace(Worker=Worker))
+    monkeypatch.setattr(startup, "lock_after_warm_up", lambda worker: calls.append("lock"))
+    plugin._lock_after_warm_up()
+    plugin._lock_after_warm_up()
+    assert Worker().compile_or_warm_up_model() == "times"
+    assert calls == ["warm-up", "lock"]
+
+
+def test_the_worker_is_wrapped_when_its_module_is_imported_and_not_before():
+    result = run(
+        "import os; os.environ.update({'VLLM_CKV_REFERENCE': '1'})\n"
+        "from vllm.platforms.ckv_reference import environment\n"
+        "os.environ.update(environment())\n"
+        "import sys\n"
+        "from vllm.plugins.b12x_mla_sparse import register\n"
+        "register()\n"
+        "assert 'vllm.v1.worker.gpu_worker' not in sys.modules\n"
+        "from vllm.v1.worker.gpu_worker import Worker\n"
+        "register()\n"
+        "print('LOCKS', Worker.compile_or_warm_up_model.locks_workspace)\n"
+    )
+    assert "LOCKS True" in result.stdout, result.stderr
 
 
 def test_readme_lists_every_flag_as_the_table_has_it():

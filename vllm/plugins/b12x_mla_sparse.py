@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import PackageNotFoundError, version
@@ -35,6 +35,9 @@ BACKEND_PATH = "vllm.v1.attention.backends.mla.b12x_mla_sparse.B12xMLASparseBack
 INDEXER_MODULE = "vllm.models.glm5next.b12x.sparse_indexer"
 # The one stock module that builds indexers; the replacement has to be in place before it is used.
 INDEXER_USER = "vllm.models.glm5next.common.attention"
+WORKER_MODULE = "vllm.v1.worker.gpu_worker"
+B12X_PROVIDER = "vllm.v1.attention.backends.mla.sparse_mla_kernels.b12x"
+MIN_CAPABILITY = 80
 SUPPORTED_VERSIONS = "0.33.x"
 
 
@@ -111,6 +114,7 @@ FLAGS: tuple[Flag, ...] = (
 )
 
 _version_reported = False
+_hardware_reported = False
 
 
 def check_flags() -> None:
@@ -165,19 +169,25 @@ def _reduce_backend(protocol: Any) -> tuple[Callable[[], AttentionBackendEnum], 
     return restore_backend, ()
 
 
-class _IndexerHook(MetaPathFinder):
-    """Registers our indexer right after stock's only user of it was imported.
+class _ImportHook(MetaPathFinder):
+    """Acts right after stock modules were imported.
 
-    Importing the indexer at registration would import model code, and the platform that is still
-    being resolved, in every vLLM process whatever its model.
+    Importing them at registration would import model code, and the platform that is still being
+    resolved, in every vLLM process whatever its model.
+
+    actions: what to do after which module.
     """
 
+    def __init__(self, actions: dict[str, Callable[[], None]]) -> None:
+        self.actions = actions
+
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if fullname != INDEXER_USER:
+        action = self.actions.get(fullname)
+        if action is None:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            _run_after(spec.loader, _register_indexer)
+            _run_after(spec.loader, action)
         return spec
 
 
@@ -198,36 +208,113 @@ def _register_indexer() -> None:
         importlib.import_module(INDEXER_MODULE).register()
 
 
-def _arrange_indexer() -> None:
-    if INDEXER_USER in sys.modules:
-        _register_indexer()
-    elif not any(isinstance(finder, _IndexerHook) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _IndexerHook())
+def _lock_after_warm_up() -> None:
+    """Make the GPU worker lock its workspace after warm-up, if a layer of it gathers.
 
-
-def register() -> None:
-    """Entry point of ``vllm.general_plugins``. Idempotent.
-
-    Another vLLM than 0.33.x gets one error line and nothing registered; vLLM starts without us.
-
-    Raises:
-        ValueError: a flag of ``FLAGS`` is malformed. The backend stays known all the same, so
-            that this error is the one people see.
-
+    vLLM locks after a graph capture only; in eager mode a later growth would go unnoticed.
     """
+    worker = sys.modules[WORKER_MODULE].Worker
+    warm_up = worker.compile_or_warm_up_model
+    if getattr(warm_up, "locks_workspace", False):
+        return
+
+    @wraps(warm_up)
+    def compile_or_warm_up_model(self: Any) -> Any:
+        from vllm.v1.attention.backends.mla.ckv_gather.startup import lock_after_warm_up
+
+        result = warm_up(self)
+        lock_after_warm_up(self)
+        return result
+
+    compile_or_warm_up_model.locks_workspace = True  # type: ignore[attr-defined]
+    worker.compile_or_warm_up_model = compile_or_warm_up_model
+
+
+def _arrange_hooks() -> None:
+    actions = {INDEXER_USER: _register_indexer, WORKER_MODULE: _lock_after_warm_up}
+    for module, action in actions.items():
+        # A module that is being imported right now gets its action when it is done.
+        if getattr(getattr(sys.modules.get(module), "__spec__", None), "_initializing", True):
+            continue
+        action()
+    if not any(isinstance(finder, _ImportHook) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _ImportHook(actions))
+
+
+def hardware_remark(platform: Any) -> str | None:
+    """What people who ask for the gather have to know about this machine; None if nothing.
+
+    platform: vLLM's current platform. Asks the driver for the device's capability, which
+        initialises no CUDA context.
+    """
+    if platform.is_cuda():
+        if not platform.has_device_capability(MIN_CAPABILITY):
+            return (
+                f"{BACKEND_NAME} needs compute capability {MIN_CAPABILITY / 10:.1f} or newer, this "
+                f"GPU has {platform.get_device_capability().as_version_str()}: choose another "
+                "attention backend"
+            )
+        # The b12x kernels serve this family alone; every other GPU runs Triton ones.
+        if (
+            platform.is_device_capability_family(120)
+            and find_spec(B12X_PROVIDER) is not None
+            and find_spec("b12x") is None
+        ):
+            return (
+                "b12x is not installed, so this GPU runs the Triton kernels: "
+                "pip install 'vllm-b12x-ckv[b12x]'"
+            )
+        return None
+    if os.environ.get("VLLM_CKV_REFERENCE") == "1":
+        return None
+    return (
+        f"{BACKEND_NAME} needs an NVIDIA GPU, this machine has none that vLLM can use: choose "
+        "another attention backend, or set VLLM_CKV_REFERENCE=1 to see results on the CPU"
+    )
+
+
+def _report_hardware() -> None:
+    global _hardware_reported
+    if _hardware_reported or not FLAGS[0].read():
+        return
+    _hardware_reported = True
+    from vllm.platforms import current_platform
+
+    remark = hardware_remark(current_platform)
+    if remark is not None:
+        logger.warning("%s", remark)
+
+
+def _register() -> None:
     if not version_is_supported():
         return
     restore_backend()
     for flag in FLAGS:
         envs.environment_variables.setdefault(flag.name, partial(Flag.read, flag))
     check_flags()
-    _arrange_indexer()
+    _arrange_hooks()
+
+
+def register() -> None:
+    """Entry point of ``vllm.general_plugins``. Idempotent.
+
+    Another vLLM than 0.33.x gets one error line and nothing registered; vLLM starts without us.
+    With the gather on, a GPU that cannot run it gets one line as well.
+
+    Raises:
+        ValueError: a flag of ``FLAGS`` is malformed. The backend stays known all the same, so
+            that this error is the one people see.
+
+    """
+    _register()
+    if version_is_supported():
+        _report_hardware()
 
 
 def register_platform() -> None:
     """Entry point of ``vllm.platform_plugins``: registers, and returns None (no platform)."""
     try:
-        register()
+        _register()
     except ValueError:
         # vLLM would print a traceback and go on; the general group raises this for real.
         logger.debug("flags refused during platform detection", exc_info=True)

@@ -32,12 +32,14 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, MultipleOf
 from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows, flat_kv_row_view
 
+from vllm.plugins.b12x_mla_sparse import MIN_CAPABILITY
 from vllm.v1.attention.backends.mla.ckv_gather import startup
 from vllm.v1.attention.backends.mla.ckv_gather.plan import CkvBatchPlan, CkvGather
 from vllm.v1.attention.backends.mla.sparse_mla_kernels import get_kernels
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.platforms.interface import DeviceCapability
     from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
     from vllm.v1.kv_cache_interface import AttentionSpec
 
@@ -88,6 +90,11 @@ class B12xMLASparseBackend(AttentionBackend):
         """Set the record width and keep blocks a whole number of records apart."""
         record_bytes = CkvGather.record_format(spec.cache_dtype_str).record_bytes  # type: ignore[attr-defined]
         return align_blocks_to_rows(replace(spec, state_content_bytes=record_bytes))
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability | None) -> bool:
+        # None: the reference platform.
+        return capability is None or capability.to_int() >= MIN_CAPABILITY
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
