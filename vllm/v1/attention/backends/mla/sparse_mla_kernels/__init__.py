@@ -14,7 +14,22 @@ __all__ = ["SparseMLAKernels", "get_kernels"]
 
 @cache
 def get_kernels() -> SparseMLAKernels:
-    """The provider of this process, chosen once. Only the torch reference exists so far."""
+    """The provider of this process, chosen once: Triton on CUDA, elsewhere the torch reference.
+
+    Raises:
+        RuntimeError: the CUDA device is older than compute capability 8.0.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cuda():
+        if not current_platform.has_device_capability(80):
+            raise RuntimeError(
+                f"the sparse MLA kernels need compute capability 8.0 or newer, this device has "
+                f"{current_platform.get_device_capability()}; use another attention backend"
+            )
+        from .triton import TritonKernels
+
+        return TritonKernels()
     from .torch_reference import TorchReferenceKernels
 
     return TorchReferenceKernels()

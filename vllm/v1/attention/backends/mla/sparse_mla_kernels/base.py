@@ -12,7 +12,8 @@ Only -1 (any negative id) is invalid in a list of ids. A row whose request id is
 padding row: it owns nothing, its ids are not looked at, and its result is -1 throughout.
 """
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 
@@ -29,14 +30,65 @@ INDEX_DIM = INDEX_KEY_BYTES  # one e4m3 byte a dimension
 INDEX_SCALE_OFFSET = POOLS_PER_INDEX_PAGE * INDEX_DIM
 FP8_MAX = 448.0
 
+Scratch: TypeAlias = Sequence[torch.Tensor]
+"""Tensors of the shapes of :meth:`SparseMLAKernels.scratch_shapes`, in that order."""
+
 
 @runtime_checkable
 class SparseMLAKernels(Protocol):
     """Device operations of one provider.
 
     Every method raises ``ValueError`` when a width, a stride or a dtype is not the documented one;
-    the message names both sides.
+    the message names both sides. Errors about values, which lie on the device, are raised where
+    reading them costs nothing, by the torch reference on a CPU; a GPU provider never waits for the
+    device and leaves unwritten what such an error would concern.
     """
+
+    def scratch_shapes(
+        self, *, max_records: int, max_tokens: int, num_heads: int, width: int
+    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """What :meth:`attend` can use beside its arguments, to be reserved with the records.
+
+        Args:
+            max_records: rows of the largest ``records``.
+            max_tokens: rows of the largest ``q``.
+            num_heads: heads of ``q``.
+            width: columns of ``row_ids``.
+
+        Returns:
+            (shape, dtype) of each tensor; empty where scratch would not make it faster.
+        """
+        ...
+
+    def warm_up(
+        self,
+        device: torch.device,
+        *,
+        head_counts: Sequence[int],
+        index_heads: int,
+        pool_size: int,
+        topk: int,
+        width: int,
+        dcp_world_size: int,
+        interleave: int,
+    ) -> None:
+        """Compile every kernel that serving uses and allocate what the provider keeps.
+
+        To be called in the profiling run, so that the memory profiler sees the bytes. Afterwards
+        no method compiles, and what is allocated is results.
+
+        Args:
+            device: where the tensors of all later calls lie.
+            head_counts: every number of heads that :meth:`attend` will see: local heads, and
+                those of all ranks for ordinary DCP.
+            index_heads: heads of the index queries.
+            pool_size: tokens in a pool.
+            topk: pools to choose.
+            width: columns of a token list.
+            dcp_world_size: N.
+            interleave: I, tokens.
+        """
+        ...
 
     def write_records(
         self, latents: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor
@@ -225,6 +277,7 @@ class SparseMLAKernels(Protocol):
         dcp_world_size: int,
         interleave: int,
         out: torch.Tensor | None = None,
+        counts: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Token ids of each request -> rows of the gathered rank-major buffer. Order is kept.
 
@@ -239,6 +292,8 @@ class SparseMLAKernels(Protocol):
             dcp_world_size: N.
             interleave: I, tokens.
             out: [T, W], int32, or None to allocate it. May be ``token_ids`` itself.
+            counts: [T], int32, or None. Receives the number of valid entries of each row, which
+                is where the row ends if they come first in it.
 
         Returns:
             ``out``.
@@ -281,6 +336,7 @@ class SparseMLAKernels(Protocol):
         row_ids: torch.Tensor,
         counts: torch.Tensor,
         scale: float,
+        scratch: Scratch | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of every row over its own list of records; the latent is both key and value.
 
@@ -290,6 +346,8 @@ class SparseMLAKernels(Protocol):
             row_ids: [T, W], int32. Negative ids are masked.
             counts: [T], int32. Columns that may be read; what lies past them is ignored.
             scale: softmax scale.
+            scratch: tensors of :meth:`scratch_shapes`, or larger in the first dimension. Contents
+                are lost. Ignored if the call does not fit them.
 
         Returns:
             out: [T, H, 512], bf16. 0 for a row without a valid id.

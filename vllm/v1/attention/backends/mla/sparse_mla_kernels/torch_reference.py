@@ -158,6 +158,15 @@ class TorchReferenceKernels:
     def __init__(self, compute_dtype: torch.dtype = torch.float32) -> None:
         self.compute_dtype = compute_dtype
 
+    def scratch_shapes(
+        self, *, max_records: int, max_tokens: int, num_heads: int, width: int
+    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """See :meth:`SparseMLAKernels.scratch_shapes`: none."""
+        return []
+
+    def warm_up(self, device, **sizes) -> None:
+        """See :meth:`SparseMLAKernels.warm_up`: nothing is compiled here."""
+
     def write_records(self, latents, cache, slot_mapping) -> None:
         """See :meth:`SparseMLAKernels.write_records`."""
         _check_cache(cache)
@@ -331,7 +340,7 @@ class TorchReferenceKernels:
         return out
 
     def remap(
-        self, token_ids, req_id, starts, padded, dcp_world_size, interleave, out=None
+        self, token_ids, req_id, starts, padded, dcp_world_size, interleave, out=None, counts=None
     ) -> torch.Tensor:
         """See :meth:`SparseMLAKernels.remap`."""
         if starts.shape[0] != dcp_world_size:
@@ -344,6 +353,8 @@ class TorchReferenceKernels:
             dcp_world_size=dcp_world_size,
             interleave=interleave,
         )
+        if counts is not None:
+            counts.copy_((rows >= 0).sum(1))
         return rows if out is None else out.copy_(rows)
 
     def filter_local(
@@ -370,7 +381,7 @@ class TorchReferenceKernels:
             raise ValueError(f"cache row {int(rows.max())} does not fit int32")
         return rows.int(), counts.int()
 
-    def attend(self, q, records, row_ids, counts, scale):
+    def attend(self, q, records, row_ids, counts, scale, scratch=None):
         """See :meth:`SparseMLAKernels.attend`."""
         if records.dim() != 2 or records.shape[1] != FP8_RECORD_BYTES or records.stride(1) != 1:
             raise ValueError(

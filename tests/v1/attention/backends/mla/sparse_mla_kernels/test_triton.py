@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton provider: the suite under the interpreter, and what only a GPU can show."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import vllm.platforms
+from vllm.v1.attention.backends.mla import sparse_mla_kernels
+from vllm.v1.attention.backends.mla.sparse_mla_kernels import torch_reference as ref
+
+pytest.importorskip("triton")
+RECORD, INDEX, PLACES, PAGE_BYTES = 528, 132, 64, 8448
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def test_the_suite_passes_under_the_interpreter():
+    # A process of its own: Triton reads the variable when it is first imported.
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    suite = Path(__file__).with_name("test_kernels.py")
+    child = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(suite)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert child.returncode == 0, child.stdout[-6000:] + child.stderr[-2000:]
+    assert "[interpreter" in child.stdout or " passed" in child.stdout
+
+
+@pytest.mark.parametrize(
+    ("cuda", "capability", "expected"),
+    [(True, 90, "TritonKernels"), (True, 80, "TritonKernels"), (False, 0, "TorchReferenceKernels")],
+)
+def test_the_platform_chooses_the_provider(monkeypatch, cuda, capability, expected):
+    platform = SimpleNamespace(
+        is_cuda=lambda: cuda,
+        has_device_capability=lambda wanted: capability >= wanted,
+        get_device_capability=lambda: capability,
+    )
+    monkeypatch.setattr(vllm.platforms, "current_platform", platform, raising=False)
+    choose = sparse_mla_kernels.get_kernels.__wrapped__
+    assert type(choose()).__name__ == expected
+    if cuda:
+        platform.has_device_capability = lambda wanted: wanted <= 75
+        with pytest.raises(RuntimeError, match=r"8\.0"):
+            choose()
+
+
+# On a GPU
+
+
+@pytest.fixture
+def kernels():
+    torch.manual_seed(0)
+    module = importlib.import_module(f"{sparse_mla_kernels.__name__}.triton")
+    return module.TritonKernels()
+
+
+def ints(values, dtype=torch.int32):
+    return torch.tensor(values, dtype=dtype, device="cuda")
+
+
+SIZES = {
+    "head_counts": [16, 32],
+    "index_heads": 32,
+    "pool_size": 4,
+    "topk": 512,
+    "width": 2051,
+    "dcp_world_size": 2,
+    "interleave": 4,
+}
+
+
+@on_gpu
+def test_pages_beyond_two_to_the_31_bytes(kernels):
+    page_size, stride, pages = 2304, 2304 * 561, 5000
+    assert 4999 * stride > 2**32
+    memory = torch.empty(pages * stride, dtype=torch.uint8, device="cuda")
+    cache = memory.as_strided((pages, page_size, RECORD), (stride, RECORD, 1))
+    latents = torch.randn(3, 512, device="cuda").bfloat16()
+    slots = ints([1700 * page_size + 5, 4999 * page_size + 2303, -1], torch.int64)
+    kernels.write_records(latents, cache, slots)
+    want = ref.quantize_records(latents[:2].cpu())
+    assert torch.equal(cache[1700, 5].cpu(), want[0])
+    assert torch.equal(cache[4999, 2303].cpu(), want[1])
+    out = torch.full((page_size + 6, RECORD), 0x5A, dtype=torch.uint8, device="cuda")
+    kernels.pack_records(cache, ints([[4999, 1700]]), ints([page_size + 6]), ints([0]), out)
+    assert torch.equal(out[-1].cpu(), want[0]) and torch.equal(out[2303].cpu(), want[1])
+
+    # Attention over flat rows of the same cache, and the rows themselves.
+    flat = memory.as_strided((pages * 561 * 2304 // RECORD, RECORD), (RECORD, 1))
+    block_rows = stride // RECORD
+    tokens = ints([[2303 + page_size * 4999, 5 + page_size * 1700, -1]])
+    table = torch.arange(pages, dtype=torch.int32, device="cuda").unsqueeze(0)
+    rows, counts = kernels.filter_local(tokens, ints([0]), table, block_rows, page_size, 0, 1, 4)
+    assert rows[0].tolist() == [4999 * block_rows + 2303, 1700 * block_rows + 5, -1]
+    q = torch.randn(1, 16, 512, device="cuda").bfloat16()
+    got, lse = kernels.attend(q, flat, rows, counts, 0.05)
+    small = ref.TorchReferenceKernels().attend(
+        q.cpu(), want[[1, 0]], torch.tensor([[0, 1]]).int(), torch.tensor([2]).int(), 0.05
+    )
+    torch.testing.assert_close(got.cpu().float(), small[0].float(), rtol=2**-7, atol=1e-3)
+    torch.testing.assert_close(lse.cpu(), small[1], rtol=1e-4, atol=1e-4)
+
+    # Index pages: 5,000 with the same stride, the last two in use.
+    index = memory.as_strided((pages, PLACES, INDEX), (stride, INDEX, 1))
+    records = torch.randint(0, 120, (128, INDEX), dtype=torch.uint8)
+    records[:, 128:] = torch.ones(128, 1).view(torch.uint8)
+    for n, page in enumerate((4999, 1701)):
+        flat_page = memory[page * stride : page * stride + PAGE_BYTES]
+        mine = records[n * PLACES : (n + 1) * PLACES]
+        flat_page[:8192] = mine[:, :128].flatten().cuda()
+        flat_page[8192:] = mine[:, 128:].flatten().cuda()
+    packed = torch.zeros(128, INDEX, dtype=torch.uint8, device="cuda")
+    kernels.pack_pools(index, ints([[4999, 1701]]), ints([128]), ints([0]), packed)
+    assert torch.equal(packed.cpu(), records)
+    q8 = torch.randn(1, 4, 128).to(torch.float8_e4m3fn)
+    args = (torch.ones(1, 4), torch.tensor([0]).int(), torch.tensor([128]).int())
+    ids, _ = kernels.select_pools(
+        q8.cuda(), args[0].cuda(), index, ints([[4999, 1701]]), args[1].cuda(), args[2].cuda(), 16
+    )
+    pages_cpu = torch.stack([index[4999].cpu(), index[1701].cpu()])
+    want_ids, _ = ref.TorchReferenceKernels().select_pools(
+        q8, args[0], pages_cpu, torch.tensor([[0, 1]]).int(), args[1], args[2], 16
+    )
+    assert set(ids[0].tolist()) == set(want_ids[0].tolist())
+    k = torch.randn(4, 128, device="cuda").bfloat16()
+    kernels.write_pools(
+        k,
+        k,
+        torch.zeros(4, 128, device="cuda"),
+        index,
+        ints([-1, -1, -1, 4998 * PLACES + 63], torch.int64),
+        None,
+        ints([-1] * 4, torch.int64),
+        ints([0, 1, 2, 3], torch.int64),
+        ints([0, 4]),
+    )
+    want = ref.compress_pools(k.cpu()[None], k.cpu()[None], torch.zeros(4, 128))[0]
+    page = memory[4998 * stride : 4998 * stride + PAGE_BYTES].cpu()
+    assert torch.equal(page[63 * 128 : 64 * 128], want[:128])
+    assert torch.equal(page[-4:], want[128:])
+
+
+@on_gpu
+def test_more_rows_than_a_grid_dimension_holds(kernels):
+    rows = 70_001
+    tokens = torch.arange(rows, dtype=torch.int32, device="cuda")[:, None] % 1000
+    starts = torch.zeros(2, 1, dtype=torch.int32, device="cuda")
+    req = torch.zeros(rows, dtype=torch.int32, device="cuda")
+    got = kernels.remap(tokens, req, starts, 500, 2, 4)
+    want = ref.TorchReferenceKernels().remap(tokens.cpu(), req.cpu(), starts.cpu(), 500, 2, 4)
+    assert torch.equal(got.cpu(), want)
+    records = ref.quantize_records(torch.randn(1000, 512)).cuda()
+    q = torch.randn(rows, 4, 512, device="cuda").bfloat16()
+    ones = torch.ones(rows, dtype=torch.int32, device="cuda")
+    out, _ = kernels.attend(q, records, tokens, ones, 1.0)
+    want = ref.dequantize_records(records)[tokens[:, 0].long()]
+    torch.testing.assert_close(out.float(), want[:, None].expand_as(out), rtol=2**-7, atol=1e-3)
+    cache = torch.zeros(1100, 64, RECORD, dtype=torch.uint8, device="cuda")
+    latents = torch.randn(rows, 512, device="cuda").bfloat16()
+    kernels.write_records(latents, cache, torch.arange(rows, device="cuda"))
+    assert torch.equal(
+        cache.view(-1, RECORD)[:rows].cpu()[-500:], ref.quantize_records(latents.cpu()[-500:])
+    )
+
+
+@on_gpu
+def test_a_hundred_runs_give_the_same_bits(kernels):
+    rows, pools, heads = 400, 5000, 32
+    records = torch.randint(0, 120, (-(-pools // PLACES), PAGE_BYTES), dtype=torch.uint8)
+    records[:, 8192:] = torch.ones(records.shape[0], PLACES).view(torch.uint8)
+    # Every key occurs many times: equal scores, whose order must not depend on timing.
+    records[20:] = records[:1]
+    pages = records.cuda()
+    q8 = torch.randn(rows, heads, 128, device="cuda").to(torch.float8_e4m3fn)
+    weights = torch.rand(rows, heads, device="cuda")
+    table = torch.arange(pages.shape[0], dtype=torch.int32, device="cuda").unsqueeze(0)
+    req = torch.zeros(rows, dtype=torch.int32, device="cuda")
+    counts = torch.randint(600, pools, (rows,), dtype=torch.int32, device="cuda")
+    latents = ref.quantize_records(torch.randn(20_003, 512)).cuda()
+    q = torch.randn(rows, 32, 512, device="cuda").bfloat16()
+    scratch = [
+        torch.empty(shape, dtype=dtype, device="cuda")
+        for shape, dtype in kernels.scratch_shapes(
+            max_records=20_003, max_tokens=rows, num_heads=32, width=2051
+        )
+    ]
+    positions = counts.long() * 4 + 3
+    first = None
+    for _ in range(100):
+        ids, scores = kernels.select_pools(q8, weights, pages, table, req, counts, 512)
+        merged = kernels.merge_pool_candidates(scores, ids, 512)
+        tokens = kernels.expand_pools(ids, positions, 4, 2051)
+        kept, lengths = kernels.filter_local(tokens, req, table, 100, 64 * 100, 1, 2, 4)
+        results = [ids, scores, merged, tokens, kept, lengths]
+        results += kernels.attend(q, latents, tokens, lengths, 0.04)
+        results += kernels.attend(q[:3], latents, tokens[:3], lengths[:3], 0.04)
+        results += kernels.attend(q, latents, tokens, lengths, 0.04, scratch=scratch)
+        if first is None:
+            first = results
+            assert torch.equal(merged, ids)
+        assert all(torch.equal(a, b) for a, b in zip(first, results, strict=True))
+
+
+@on_gpu
+def test_serving_neither_compiles_nor_waits_nor_allocates_much(kernels):
+    module = sys.modules[type(kernels).__module__]
+    device = torch.device("cuda", torch.cuda.current_device())
+    kernels.warm_up(device, **SIZES)
+    functions = [f for f in vars(module).values() if hasattr(f, "device_caches")]
+
+    def compiled():
+        return sum(len(cache[0]) for f in functions for cache in f.device_caches.values())
+
+    before = compiled()
+    assert before > 20
+    world, heads = 2, 32
+    for tokens, context, requests in ((1, 100, 1), (3, 4097, 2), (777, 9001, 5), (1500, 40_003, 3)):
+        pools = context // 4
+        ipages = -(-pools // PLACES)
+        table = torch.arange(requests * ipages, dtype=torch.int32, device=device).view(requests, -1)
+        pages = torch.zeros(requests * ipages, PLACES, INDEX, dtype=torch.uint8, device=device)
+        cache = torch.zeros(-(-context // 64) + 1, 64, RECORD, dtype=torch.uint8, device=device)
+        blocks = torch.zeros(requests, cache.shape[0], dtype=torch.int32, device=device)
+        lens = torch.full((world, requests), 7, dtype=torch.int32, device=device)
+        starts = (lens.cumsum(1) - lens).int()
+        padded = 7 * requests
+        req = torch.arange(tokens, device=device).int() % requests
+        positions = torch.full((tokens,), context - 1, device=device)
+        bounds = torch.arange(requests + 1, dtype=torch.int32, device=device)
+        counts = torch.full((tokens,), pools, dtype=torch.int32, device=device)
+        k = torch.randn(tokens, 128, device=device).bfloat16()
+        ape = torch.zeros(4, 128, device=device)
+        tail = torch.zeros(requests, 2, 4, 128, dtype=torch.bfloat16, device=device)
+        slots = torch.arange(tokens, device=device)
+        q8 = torch.zeros(tokens, 32, 128, device=device).to(torch.float8_e4m3fn)
+        weights = torch.rand(tokens, 32, device=device)
+        q = torch.randn(tokens, heads, 512, device=device).bfloat16()
+        latents = torch.randn(tokens, 512, device=device).bfloat16()
+        send = torch.zeros(world * padded, RECORD, dtype=torch.uint8, device=device)
+        isend = torch.zeros(world * padded, INDEX, dtype=torch.uint8, device=device)
+        laid = torch.zeros(requests, PAGE_BYTES, dtype=torch.uint8, device=device)
+        page_starts = torch.arange(requests, dtype=torch.int32, device=device)
+        scratch = [
+            torch.empty(shape, dtype=dtype, device=device)
+            for shape, dtype in kernels.scratch_shapes(
+                max_records=50_000, max_tokens=2000, num_heads=heads, width=2051
+            )
+        ]
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            kernels.write_records(latents, cache, slots % 64)
+            kernels.write_pools(k, k, ape, pages, slots, tail, slots % 4, positions, bounds)
+            kernels.pack_records(cache, blocks, lens[1], starts[1], send[padded:])
+            kernels.pack_pools(pages, table, lens[1], starts[1], isend[padded:])
+            kernels.unpack_pools(isend, starts, lens[0] * 2, 1, laid, page_starts)
+            ids, scores = kernels.select_pools(q8, weights, pages, table, req, counts, 512)
+            kernels.merge_pool_candidates(scores.repeat(1, 2), torch.cat([ids, -1 - ids], 1), 512)
+            chosen = kernels.expand_pools(ids, positions, 4, 2051)
+            kernels.filter_local(chosen, req, blocks, 64, 64, 1, world, 4)
+            rows = kernels.remap(chosen, req, starts, padded, world, 4, counts=counts)
+            for given in (None, scratch):
+                kernels.attend(q, cache.flatten(0, 1), rows, counts, 0.04, scratch=given)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        results = tokens * (2051 * 4 * 4 + 512 * 4 * 12 + 2 * heads * (512 * 2 + 4 * 4) + 64)
+        assert torch.cuda.max_memory_allocated() - held < results + (1 << 20)
+    assert compiled() == before
