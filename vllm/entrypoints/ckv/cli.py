@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``vllm-ckv`` command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from vllm.entrypoints.ckv import verify
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the command and its sub-commands."""
+    parser = argparse.ArgumentParser(
+        prog="vllm-ckv", description="Full-CKV prefill for B12X sparse MLA on stock vLLM."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    summary = "run the real engine with and without the gather and compare"
+    command = commands.add_parser("verify", help=summary, description=f"{summary.capitalize()}.")
+    verify.add_arguments(command)
+    command.set_defaults(run=verify.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    arguments = build_parser().parse_args(argv)
+    return arguments.run(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine in a process of its own: ``python -m vllm.entrypoints.ckv.engine``.
+
+A process per engine, because the flags, the platform and vLLM's distributed state are properties of
+a process. The parent passes a job as JSON on standard input and reads events, one JSON object a
+line, from the file descriptor that the job names; everything vLLM prints goes to a log file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FLAG_PREFIX = "VLLM_B12X_MLA_"
+
+
+@dataclass(frozen=True)
+class EngineJob:
+    """What one engine process does.
+
+    name: for logs and errors.
+    arguments: keyword arguments of ``vllm.LLM``.
+    environment: variables set for the process, beside :func:`base_environment`.
+    groups: prompts (token ids) that are submitted together, group after group.
+    max_tokens: greedy tokens to generate for every prompt.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    environment: dict[str, str]
+    groups: list[list[list[int]]]
+    max_tokens: int
+
+
+@dataclass
+class GroupResult:
+    """What one group of prompts gave.
+
+    tokens: the generated ids of each prompt.
+    logprobs: log-probability of each of them.
+    cached_tokens: tokens of each prompt that the prefix cache had.
+    counters: increase of the backend's counters on rank 0, see ``ckv_gather.plan.counters``.
+    seconds: from submission to the last token.
+    """
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    cached_tokens: list[int]
+    counters: dict[str, Any]
+    seconds: float
+
+
+@dataclass
+class EngineResult:
+    """Results of the groups, in order, and the seconds the engine took to start."""
+
+    start_seconds: float = 0.0
+    groups: list[GroupResult] = field(default_factory=list)
+
+
+def gpu_count() -> int:
+    """NVIDIA GPUs this process may use; creates no CUDA context."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def base_environment(ranks: int, *, use_gpu: bool) -> dict[str, str]:
+    """The environment of an engine process with ``ranks`` workers.
+
+    Flags of the caller's shell are dropped: a job states its own.
+    """
+    env = {k: v for k, v in os.environ.items() if not k.startswith(FLAG_PREFIX)}
+    # In process, both sides of a comparison see identical batches; arrival timing alone moves
+    # log-probabilities.
+    env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    env["VLLM_NO_USAGE_STATS"] = "1"
+    # The counters are read by a function sent to the workers.
+    env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    if not use_gpu:
+        from vllm.platforms.ckv_reference import environment
+
+        env.update(environment())
+        cores = len(os.sched_getaffinity(0))
+        env["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
+    return env
+
+
+def run_engine(job: EngineJob, log: Path, *, use_gpu: bool) -> Iterator[dict[str, Any]]:
+    """Run ``job`` and yield its events: ``start`` with ``seconds``, then ``group`` per group.
+
+    Raises:
+        RuntimeError: the process failed; the message has the end of its log.
+    """
+    ranks = int(job.arguments.get("tensor_parallel_size", 1))
+    env = base_environment(ranks, use_gpu=use_gpu) | job.environment
+    read_end, write_end = os.pipe()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.ckv.engine", str(write_end)],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=env,
+            pass_fds=(write_end,),
+        )
+    os.close(write_end)
+    try:
+        assert process.stdin is not None
+        payload = {"arguments": job.arguments, "groups": job.groups, "max_tokens": job.max_tokens}
+        with process.stdin as pipe:
+            pipe.write(json.dumps(payload).encode())
+        with os.fdopen(read_end) as events:
+            for line in events:
+                yield json.loads(line)
+        if process.wait() != 0:
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
+            raise RuntimeError(
+                f"the engine '{job.name}' ended with status {process.returncode}; "
+                f"the end of {log}:\n{tail}"
+            )
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+
+
+def collect(events: Iterator[dict[str, Any]]) -> EngineResult:
+    """Gather the events of :func:`run_engine` into one result."""
+    result = EngineResult()
+    for event in events:
+        add_event(result, event)
+    return result
+
+
+def add_event(result: EngineResult, event: dict[str, Any]) -> None:
+    """Add one event of :func:`run_engine` to ``result``."""
+    kind = event.pop("event")
+    if kind == "start":
+        result.start_seconds = event["seconds"]
+    else:
+        result.groups.append(GroupResult(**event))
+
+
+def _counters(llm: Any) -> dict[str, Any]:
+    from vllm.v1.attention.backends.mla.ckv_gather.plan import counters
+
+    return llm.collective_rpc(counters)[0]
+
+
+def _difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    change: dict[str, Any] = {}
+    for key, value in after.items():
+        if isinstance(value, dict):
+            change[key] = _difference(value, before.get(key, {}))
+        else:
+            change[key] = value - before.get(key, 0)
+    return change
+
+
+def _chosen(completion: Any) -> list[float]:
+    steps = zip(completion.logprobs, completion.token_ids, strict=True)
+    return [step[token].logprob for step, token in steps]
+
+
+def _main() -> None:
+    # Only here, in a process whose environment is final.
+    from vllm.platforms.ckv_reference import declare_torchvision_ops, enabled
+
+    if enabled():
+        declare_torchvision_ops()
+    from vllm.inputs import TokensPrompt
+
+    from vllm import LLM, SamplingParams
+
+    job = json.load(sys.stdin)
+    events = os.fdopen(int(sys.argv[1]), "w")
+
+    def emit(**event: Any) -> None:
+        print(json.dumps(event), file=events, flush=True)
+
+    began = time.monotonic()
+    llm = LLM(**job["arguments"])
+    emit(event="start", seconds=time.monotonic() - began)
+    sampling = SamplingParams(
+        temperature=0, max_tokens=job["max_tokens"], ignore_eos=True, logprobs=1, detokenize=False
+    )
+    for group in job["groups"]:
+        before, began = _counters(llm), time.monotonic()
+        outputs = llm.generate(
+            [TokensPrompt(prompt_token_ids=prompt) for prompt in group], sampling, use_tqdm=False
+        )
+        seconds = time.monotonic() - began
+        completions = [output.outputs[0] for output in outputs]
+        emit(
+            event="group",
+            tokens=[list(completion.token_ids) for completion in completions],
+            logprobs=[_chosen(completion) for completion in completions],
+            cached_tokens=[output.num_cached_tokens or 0 for output in outputs],
+            counters=_difference(_counters(llm), before),
+            seconds=seconds,
+        )
+
+
+if __name__ == "__main__":
+    _main()
