@@ -4,7 +4,12 @@
 import pytest
 import torch
 
-from vllm.v1.attention.backends.mla.ckv_gather.staging import SLOTS, PageTables, StagingRing
+from vllm.v1.attention.backends.mla.ckv_gather.staging import (
+    SLOTS,
+    PageTables,
+    StagingRing,
+    device_bytes,
+)
 
 
 def test_parts_become_views_of_one_slot():
@@ -104,6 +109,10 @@ def test_a_whole_plan_is_one_transfer_without_new_memory(make_gather, monkeypatc
         ):
             assert tensor.untyped_storage().data_ptr() == ring._staged.untyped_storage().data_ptr()
         assert plan.page_table.data_ptr() == tables._table.data_ptr()
+    taken = (ring._staged, tables._columns, tables._table)
+    assert sum(tensor.nbytes for tensor in taken) == device_bytes(
+        gather.max_num_seqs, 4, gather.max_pages
+    )
     # The largest admitted batch fits: as many requests as reserved, one of them the longest.
     limits = gather.limits
     lengths = torch.ones(limits.max_num_seqs, dtype=torch.int64)

@@ -107,6 +107,11 @@ def rank_alignment(*, page_size: int, dcp_world_size: int) -> int:
     return page_size // gcd(page_size, dcp_world_size)
 
 
+def max_index_pages(max_tokens: int, pool_size: int) -> int:
+    """Return the planar index pages of one request of ``max_tokens`` tokens."""
+    return -(-max_tokens // (pool_size * POOLS_PER_INDEX_PAGE))
+
+
 def per_rank_capacity(
     *, max_tokens: int, max_num_seqs: int, interleave: int, page_size: int, dcp_world_size: int
 ) -> int:

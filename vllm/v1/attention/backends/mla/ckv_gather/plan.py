@@ -38,6 +38,7 @@ from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
     FrozenGeometry,
     PageGeometry,
     RecordFormat,
+    max_index_pages,
 )
 from vllm.v1.attention.backends.mla.ckv_gather.layout import (
     RankMajorLayout,
@@ -45,7 +46,11 @@ from vllm.v1.attention.backends.mla.ckv_gather.layout import (
     plan_index_pages,
     plan_layout,
 )
-from vllm.v1.attention.backends.mla.ckv_gather.staging import PageTables, StagingRing
+from vllm.v1.attention.backends.mla.ckv_gather.staging import (
+    PageTables,
+    StagingRing,
+    numbers_per_batch,
+)
 from vllm.v1.attention.backends.mla.ckv_gather.workspace import WorkspacePlan
 
 if TYPE_CHECKING:
@@ -371,8 +376,7 @@ class CkvGather:
 
     def _staging(self, device: torch.device) -> tuple[StagingRing, PageTables]:
         if self._staged is None:
-            # Per request: two layouts of 2N + 1 numbers, and the first page.
-            numbers = self.limits.max_num_seqs * (2 * (2 * self.dcp_world_size + 1) + 1)
+            numbers = numbers_per_batch(self.limits.max_num_seqs, self.dcp_world_size)
             self._staged = (
                 StagingRing(device, numbers),
                 PageTables(device, self.limits.max_num_seqs, self.max_pages),
@@ -382,8 +386,7 @@ class CkvGather:
     @property
     def max_pages(self) -> int:
         """Planar index pages of the longest request that a gather holds."""
-        pools = -(-self.limits.max_visible_tokens // self.pool_size)
-        return -(-pools // POOLS_PER_INDEX_PAGE)
+        return max_index_pages(self.limits.max_visible_tokens, self.pool_size)
 
     def gather_index_keys(
         self,

@@ -15,6 +15,17 @@ SLOTS = 4
 """Batches whose numbers exist at the same time. vLLM prepares at most two steps ahead."""
 
 
+def numbers_per_batch(max_num_seqs: int, dcp_world_size: int) -> int:
+    """Numbers that one batch stages: two layouts of 2N + 1 and a first page for each request."""
+    return max_num_seqs * (2 * (2 * dcp_world_size + 1) + 1)
+
+
+def device_bytes(max_num_seqs: int, dcp_world_size: int, max_pages: int) -> int:
+    """Device memory of a :class:`StagingRing` and :class:`PageTables` for these limits."""
+    numbers = SLOTS * numbers_per_batch(max_num_seqs, dcp_world_size)
+    return 4 * (numbers + max_pages + max_num_seqs * max_pages)
+
+
 class StagingRing:
     """``SLOTS`` pinned host buffers of int32 numbers and a device buffer for each.
 

@@ -19,8 +19,8 @@ import torch
 from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
     INDEX_PAGE_BYTES,
     INDEX_RECORD_BYTES,
-    POOLS_PER_INDEX_PAGE,
     PageGeometry,
+    max_index_pages,
 )
 from vllm.v1.attention.backends.mla.ckv_gather.layout import RankMajorLayout, plan_index_pages
 
@@ -77,11 +77,13 @@ class WorkspacePlan:
         """
         world = geometry.dcp_world_size
         sizes = {"max_tokens": max_tokens, "max_num_seqs": max_num_seqs}
-        pools = -(-max_tokens // geometry.pool_size)
         return cls(
             latents=(world * geometry.capacity(**sizes), geometry.record.record_bytes),
             index=(world * geometry.pool_capacity(**sizes), INDEX_RECORD_BYTES),
-            index_pages=(-(-pools // POOLS_PER_INDEX_PAGE) + max_num_seqs, INDEX_PAGE_BYTES),
+            index_pages=(
+                max_index_pages(max_tokens, geometry.pool_size) + max_num_seqs,
+                INDEX_PAGE_BYTES,
+            ),
             dcp_world_size=world,
             scratch=tuple(scratch),
         )
