@@ -59,9 +59,15 @@ class GroupResult:
 
 @dataclass
 class EngineResult:
-    """Results of the groups, in order, and the seconds the engine took to start."""
+    """Results of the groups, in order, and of the start.
+
+    start_seconds: until the engine could serve.
+    cache_blocks: blocks of the KV cache, ``block_size`` tokens each on every rank.
+    """
 
     start_seconds: float = 0.0
+    cache_blocks: int = 0
+    block_size: int = 0
     groups: list[GroupResult] = field(default_factory=list)
 
 
@@ -94,7 +100,7 @@ def base_environment(ranks: int, *, use_gpu: bool) -> dict[str, str]:
 
 
 def run_engine(job: EngineJob, log: Path, *, use_gpu: bool) -> Iterator[dict[str, Any]]:
-    """Run ``job`` and yield its events: ``start`` with ``seconds``, then ``group`` per group.
+    """Run ``job`` and yield its events for :func:`add_event`: the start, then group after group.
 
     Raises:
         RuntimeError: the process failed; the message has the end of its log.
@@ -145,6 +151,8 @@ def add_event(result: EngineResult, event: dict[str, Any]) -> None:
     kind = event.pop("event")
     if kind == "start":
         result.start_seconds = event["seconds"]
+        result.cache_blocks = event["cache_blocks"]
+        result.block_size = event["block_size"]
     else:
         result.groups.append(GroupResult(**event))
 
@@ -188,12 +196,22 @@ def _main() -> None:
 
     began = time.monotonic()
     llm = LLM(**job["arguments"])
-    emit(event="start", seconds=time.monotonic() - began)
+    seconds = time.monotonic() - began
+    cache = llm.llm_engine.vllm_config.cache_config
+    emit(
+        event="start",
+        seconds=seconds,
+        cache_blocks=cache.num_gpu_blocks or 0,
+        block_size=cache.block_size,
+    )
+    # Other backends count nothing.
+    counts = job["arguments"].get("attention_backend") == "B12X_MLA_SPARSE"
     sampling = SamplingParams(
         temperature=0, max_tokens=job["max_tokens"], ignore_eos=True, logprobs=1, detokenize=False
     )
     for group in job["groups"]:
-        before, began = _counters(llm), time.monotonic()
+        before = _counters(llm) if counts else {}
+        began = time.monotonic()
         outputs = llm.generate(
             [TokensPrompt(prompt_token_ids=prompt) for prompt in group], sampling, use_tqdm=False
         )
@@ -204,7 +222,7 @@ def _main() -> None:
             tokens=[list(completion.token_ids) for completion in completions],
             logprobs=[_chosen(completion) for completion in completions],
             cached_tokens=[output.num_cached_tokens or 0 for output in outputs],
-            counters=_difference(_counters(llm), before),
+            counters=_difference(_counters(llm) if counts else {}, before),
             seconds=seconds,
         )
 

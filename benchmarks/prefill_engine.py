@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill throughput of the real engine: stock vLLM and ours, with and without DCP, in one run.
+
+    python benchmarks/prefill_engine.py --tp 2 --dcp 2 --out benchmarks/results/prefill.json
+
+Every engine is a process of its own and serves the same unique prompts with one output token; the
+first prompt of each length warms up and is not counted. Models are folders with a ``config.json``
+(``benchmarks/models``: eight layers with the layer sizes of GLM-5.3-Flash); weights are vLLM's
+dummy ones, which change no shape and no amount of work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm.entrypoints.ckv.engine import EngineJob, EngineResult, add_event, run_engine
+
+MODES = ("stock_no_dcp", "stock_dcp", "ours_no_dcp", "ours_dcp", "ours_ckv")
+MODELS = Path(__file__).parent / "models"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the result: ``tok_s`` is the median over ``samples`` prompts.
+
+    spread: (slowest - fastest) / median. kv_cache_tokens: capacity of the cache, all ranks.
+    ckv_bytes, dcp_bytes: received by one rank per prompt and DSA layer.
+    """
+
+    model: str
+    tp: int
+    dcp: int
+    mode: str
+    prompt_tokens: int
+    samples: int
+    tok_s: float
+    spread: float
+    kv_cache_tokens: int
+    ckv_bytes: int
+    dcp_bytes: int
+
+
+def prompts(length: int, count: int, vocabulary: int) -> list[list[list[int]]]:
+    """``count`` groups of one random prompt; no two share a first block."""
+    groups = []
+    for sample in range(count):
+        rng = random.Random(length * 1_000 + sample)
+        groups.append([[rng.randrange(3, vocabulary) for _ in range(length)]])
+    return groups
+
+
+def make_job(
+    model: Path, mode: str, arguments: argparse.Namespace, lengths: list[int], vocabulary: int
+) -> EngineJob:
+    """The engine of ``mode``."""
+    ours = mode.startswith("ours")
+    engine: dict[str, Any] = {
+        "model": str(model),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "enforce_eager": arguments.eager,
+        "kv_cache_dtype": "fp8_ds_mla",
+        "attention_backend": "B12X_MLA_SPARSE" if ours else "FLASHMLA_SPARSE",
+        "max_model_len": max(lengths) + 256,
+        "max_num_batched_tokens": arguments.chunk,
+        "max_num_seqs": arguments.max_num_seqs,
+        "enable_prefix_caching": False,
+        "disable_custom_all_reduce": True,
+        "tensor_parallel_size": arguments.tp,
+        "seed": 0,
+    }
+    if mode in ("stock_dcp", "ours_dcp", "ours_ckv"):
+        engine["decode_context_parallel_size"] = arguments.dcp
+        engine["cp_kv_cache_interleave_size"] = arguments.interleave
+    engine |= json.loads(arguments.engine)
+    environment = {"VLLM_B12X_MLA_CKV_GATHER": "1" if mode == "ours_ckv" else "0"}
+    groups = [
+        group for length in lengths for group in prompts(length, 1 + arguments.samples, vocabulary)
+    ]
+    return EngineJob(f"{model.name} {mode}", engine, environment, groups, max_tokens=1)
+
+
+def rows_of(
+    job: EngineJob, result: EngineResult, mode: str, lengths: list[int], layers: int, samples: int
+) -> Iterator[Row]:
+    """The measured rows of one engine."""
+    dcp = job.arguments.get("decode_context_parallel_size", 1)
+    for number, length in enumerate(lengths):
+        first = number * (1 + samples) + 1
+        groups = result.groups[first : first + samples]
+        if len(groups) < samples:
+            return
+        seconds = [group.seconds for group in groups]
+        median = statistics.median(seconds)
+        yield Row(
+            model=Path(job.arguments["model"]).name,
+            tp=job.arguments["tensor_parallel_size"],
+            dcp=dcp,
+            mode=mode,
+            prompt_tokens=length,
+            samples=samples,
+            tok_s=round(length / median, 1),
+            spread=round((max(seconds) - min(seconds)) / median, 3),
+            kv_cache_tokens=result.cache_blocks * result.block_size * dcp,
+            ckv_bytes=groups[0].counters.get("ckv_bytes", 0) // layers,
+            dcp_bytes=groups[0].counters.get("dcp_bytes", 0) // layers,
+        )
+
+
+def format_table(rows: list[Row]) -> str:
+    """Tokens per second by model and mode, one column per prompt length."""
+    lengths = sorted({row.prompt_tokens for row in rows})
+    lines = [f"{'model':<12}{'mode':<14}" + "".join(f"{length:>12,}" for length in lengths)]
+    for model, mode in dict.fromkeys((row.model, row.mode) for row in rows):
+        cells = {r.prompt_tokens: r.tok_s for r in rows if (r.model, r.mode) == (model, mode)}
+        line = "".join(f"{cells[n]:>12,.0f}" if n in cells else f"{'-':>12}" for n in lengths)
+        lines.append(f"{model:<12}{mode:<14}{line}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run the benchmark; the exit status is 1 if an engine of ours failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=["slice_h32", "slice_h64"])
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--dcp", type=int, default=2)
+    parser.add_argument("--interleave", type=int, default=4)
+    parser.add_argument("--lengths", nargs="+", type=int, default=[4096, 8192, 32320, 131072])
+    parser.add_argument("--chunk", type=int, default=4096, help="max_num_batched_tokens")
+    parser.add_argument("--max-num-seqs", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=3)
+    parser.add_argument("--eager", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--engine", default="{}", help="JSON: further arguments of vllm.LLM")
+    parser.add_argument("--cpu", action="store_true", help="the reference platform")
+    parser.add_argument("--out", type=Path, help="write the rows here as JSON, after every engine")
+    parser.add_argument("--logs", type=Path, help="keep the engines' logs here")
+    arguments = parser.parse_args()
+    logs = arguments.logs or Path(tempfile.mkdtemp(prefix="prefill-engine-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+    failed = False
+    for name in arguments.models:
+        model = Path(name) if Path(name).is_dir() else MODELS / name
+        config = json.loads((model / "config.json").read_text())
+        positions = config["max_position_embeddings"]
+        lengths = [n for n in arguments.lengths if n + 256 <= positions]
+        layers = config["num_hidden_layers"] // 4 or 1
+        if "layer_types" in config:
+            layers = config["layer_types"].count("indexed_attention")
+        for mode in arguments.modes:
+            job = make_job(model, mode, arguments, lengths, config["vocab_size"])
+            result = EngineResult()
+            try:
+                for event in run_engine(
+                    job, logs / f"{model.name}-{mode}.log", use_gpu=not arguments.cpu
+                ):
+                    add_event(result, event)
+            except RuntimeError as error:
+                print(f"{job.name}: {str(error).splitlines()[0]}; see {logs}", file=sys.stderr)
+                failed |= mode.startswith("ours")
+            new = list(rows_of(job, result, mode, lengths, layers, arguments.samples))
+            rows += new
+            for row in new:
+                print(
+                    f"{job.name}: {row.prompt_tokens:,} tokens {row.tok_s:,.0f} tok/s "
+                    f"(spread {row.spread:.1%})",
+                    flush=True,
+                )
+            if arguments.out:
+                arguments.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    print(format_table(rows))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
