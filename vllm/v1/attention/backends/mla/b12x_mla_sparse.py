@@ -323,13 +323,7 @@ class B12xMLASparseImpl(SparseMLACommonImpl[B12xMLASparseMetadata]):
 
         vLLM's profiling run does not enter attention, so the first layer does it here.
         """
-        if not self.gather.freeze_and_reserve(self.kernels):
-            return
         vllm_config = self.gather.vllm_config
-        layers = vllm_config.compilation_config.static_forward_context.values()
-        manager = next(
-            (layer.dcp_manager for layer in layers if getattr(layer, "impl", None) is self), None
-        )
         assert self.topk_indices_buffer is not None and self.indexer is not None
         op = self.indexer.indexer_op
         shapes = startup.LayerShapes(
@@ -341,6 +335,12 @@ class B12xMLASparseImpl(SparseMLACommonImpl[B12xMLASparseMetadata]):
             index_heads=max(self.indexer.n_head, 32),
             ring=op.tail_cache.get_kv_cache_spec(vllm_config).block_size,
             scale=self.scale,
+        )
+        if not self.gather.freeze_and_reserve(self.kernels, shapes):
+            return
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        manager = next(
+            (layer.dcp_manager for layer in layers if getattr(layer, "impl", None) is self), None
         )
         startup.run_everything_once(
             self.gather,
@@ -377,8 +377,9 @@ class B12xMLASparseImpl(SparseMLACommonImpl[B12xMLASparseMetadata]):
         token_ids = self.topk_indices_buffer[:num_tokens]
         req_id = attn_metadata.req_id_per_token[:num_tokens]
         plan = attn_metadata.ckv_plan
+        scratch: tuple[torch.Tensor, ...] | None = None
         if plan is not None:
-            records, rows, counts = self.gather.gather_latents(
+            records, rows, counts, scratch = self.gather.gather_latents(
                 plan,
                 self.kernels,
                 kv_c_and_k_pe_cache,
@@ -400,4 +401,4 @@ class B12xMLASparseImpl(SparseMLACommonImpl[B12xMLASparseMetadata]):
                 dcp_world_size=self.dcp_world_size,
                 interleave=attn_metadata.cp_kv_cache_interleave_size,
             )
-        return self.kernels.attend(query, records, rows, counts, self.scale)
+        return self.kernels.attend(query, records, rows, counts, self.scale, scratch)

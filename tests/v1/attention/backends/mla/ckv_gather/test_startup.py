@@ -151,13 +151,25 @@ class Recording(TorchReferenceKernels):
             return value
 
         def call(*args, **kwargs):
-            self.calls.append((name, args[0].shape[0]))
+            if name == "warm_up":
+                assert kwargs["head_counts"] == [2, 4] and kwargs["topk"] == SHAPES.pool_topk
+            # Compiled before the first use.
+            self.calls.append((name, 0 if name in SETUP else args[0].shape[0]))
+            if name == "attend" and len(args) > 5:
+                assert [tuple(tensor.shape) for tensor in args[5]] == [(3, 5)]
             return value(*args, **kwargs)
 
-        return call
+        def scratch_shapes(**sizes):
+            self.calls.append((name, 0))
+            self.sizes = sizes
+            return [((3, 5), torch.float32)]
+
+        return scratch_shapes if name == "scratch_shapes" else call
 
 
+SETUP = {"scratch_shapes", "warm_up"}
 OPERATIONS = {
+    *SETUP,
     "write_records", "pack_records", "write_pools", "pack_pools", "unpack_pools", "select_pools",
     "merge_pool_candidates", "expand_pools", "remap", "filter_local", "attend",
 }  # fmt: skip
@@ -205,13 +217,15 @@ def start(rank: int, world: int, changes: dict | None = None) -> dict:
     conftest = next(m for n, m in sys.modules.items() if n.endswith("ckv_gather.conftest"))
     gather = plan_module.CkvGather(conftest.configuration(world, **(changes or {})))
     kernels = Recording()
-    first = gather.freeze_and_reserve(kernels)
+    first = gather.freeze_and_reserve(kernels, SHAPES)
     before = stock.current_workspace_manager()._current_workspaces[0]
     stock.lock_workspace()
     startup.run_everything_once(gather, kernels, SHAPES, torch.device("cpu"), query_gather, combine)
-    again = gather.freeze_and_reserve(kernels)
+    again = gather.freeze_and_reserve(kernels, SHAPES)
     return {
         "first": (first, again),
+        "setup": [name for name, _ in kernels.calls][:3],
+        "sizes": kernels.sizes,
         "operations": {name for name, _ in kernels.calls},
         "attended": [rows for name, rows in kernels.calls if name == "attend"],
         "entered": entered,
@@ -227,6 +241,11 @@ def test_the_first_run_takes_every_operation_through_every_collective():
     for result in ranks:
         assert result["first"] == (True, False)
         assert result["operations"] == OPERATIONS
+        # Scratch is sized before the workspace is taken, and kernels compile before their use.
+        assert result["setup"] == ["scratch_shapes", "warm_up", "write_records"]
+        assert result["sizes"] == {
+            "max_records": 1280, "max_tokens": 6, "num_heads": 2, "width": 35
+        }  # fmt: skip
         # One row and the largest batch on both ordinary runs, then three gathered lengths.
         assert result["attended"] == [1, 6, 6, 6, 6]
         assert result["dcp"] == [
@@ -257,11 +276,11 @@ def test_a_new_page_size_after_the_first_call_names_both(make_gather, monkeypatc
     monkeypatch.setattr(exchange, "all_gather_facts", lambda facts, group: [facts, facts])
     try:
         gather = make_gather(2, freeze=False)
-        assert gather.freeze_and_reserve(TorchReferenceKernels())
-        assert not gather.freeze_and_reserve(TorchReferenceKernels())
+        assert gather.freeze_and_reserve(TorchReferenceKernels(), SHAPES)
+        assert not gather.freeze_and_reserve(TorchReferenceKernels(), SHAPES)
         gather.vllm_config.cache_config.block_size = 2304
         with pytest.raises(RuntimeError, match=r"page_size 256.*page_size 2304"):
-            gather.freeze_and_reserve(TorchReferenceKernels())
+            gather.freeze_and_reserve(TorchReferenceKernels(), SHAPES)
     finally:
         stock.reset_workspace_manager()
 
@@ -272,7 +291,7 @@ def test_index_pages_of_32_pools_are_refused_at_the_freeze(make_gather, monkeypa
     monkeypatch.setattr(exchange, "all_gather_facts", lambda facts, group: [facts])
     gather = make_gather(2, freeze=False, block_size=block_size)
     with pytest.raises(ValueError) as error:
-        gather.freeze_and_reserve(TorchReferenceKernels())
+        gather.freeze_and_reserve(TorchReferenceKernels(), SHAPES)
     for part in (f"page_size {block_size}", "64 pools", "(256 tokens)", "--block-size"):
         assert part in str(error.value)
     assert not gather.geometry.is_frozen

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
+    from vllm.v1.attention.backends.mla.ckv_gather.startup import LayerShapes
     from vllm.v1.attention.backends.mla.sparse_mla_kernels import SparseMLAKernels
 
 logger = init_logger(__name__)
@@ -197,8 +198,10 @@ class CkvGather:
             "index_kpool": self.pool_size,
         }
 
-    def freeze_and_reserve(self, kernels: SparseMLAKernels) -> bool:
+    def freeze_and_reserve(self, kernels: SparseMLAKernels, shapes: LayerShapes) -> bool:
         """Freeze the geometry from the final block size and reserve everything a batch borrows.
+
+        shapes: the layer's largest, for the scratch of ``kernels``.
 
         Runs in the profiling run, once per layer; only the first call does anything new. Under
         DCP the first call compares :attr:`facts` over the ranks, so all of them have to make it.
@@ -230,22 +233,31 @@ class CkvGather:
         geometry.check_index_page()
         self.geometry.freeze(geometry)
         if first:
-            self._reserve(geometry, type(kernels).__name__)
+            self._reserve(geometry, kernels, shapes)
         return first
 
-    def _reserve(self, geometry: PageGeometry, provider: str) -> None:
+    def _reserve(
+        self, geometry: PageGeometry, kernels: SparseMLAKernels, shapes: LayerShapes
+    ) -> None:
+        provider = type(kernels).__name__
         if not self.enabled or self.dcp_world_size == 1:
             logger.info(
                 "full-CKV gather: off, page %d tokens, kernels %s", geometry.page_size, provider
             )
             return
-        self.workspace = WorkspacePlan.from_geometry(
-            geometry, self.max_visible_tokens, self.max_num_seqs
-        )
-        self._staging(self.workspace.reserve())
         capacity = geometry.capacity(
             max_tokens=self.max_visible_tokens, max_num_seqs=self.max_num_seqs
         )
+        scratch = kernels.scratch_shapes(
+            max_records=self.dcp_world_size * capacity,
+            max_tokens=shapes.num_tokens,
+            num_heads=shapes.local_heads,
+            width=shapes.width,
+        )
+        self.workspace = WorkspacePlan.from_geometry(
+            geometry, self.max_visible_tokens, self.max_num_seqs, tuple(scratch)
+        )
+        self._staging(self.workspace.reserve())
         logger.info(
             "full-CKV gather: on, page %d tokens, capacity %s records/rank, workspace "
             "%.1f MiB/GPU (limit %s visible tokens), kernels %s",
@@ -432,16 +444,18 @@ class CkvGather:
         block_table: torch.Tensor,
         token_ids: torch.Tensor,
         req_id: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
         """Exchange the batch's latent records and remap the selection onto them.
 
         Returns:
-            records (N * padded, record_bytes) uint8, rows (T, W) int32, counts (T,) int32.
-            The records are valid until the next user of vLLM's workspace.
+            records (N * padded, record_bytes) uint8, rows (T, W) int32, counts (T,) int32, and
+            the scratch that ``kernels`` asked for. Records and scratch are valid until the next
+            user of vLLM's workspace.
         """
         assert self.workspace is not None
         group = get_dcp_group()
-        records = self.workspace.borrow(plan.tokens).latents
+        buffers = self.workspace.borrow(plan.tokens)
+        records = buffers.latents
         exchange.gather_latents(
             kernels,
             cache,
@@ -452,6 +466,8 @@ class CkvGather:
             group.rank_in_group,
         )
         self.counters.ckv_bytes += (self.dcp_world_size - 1) * plan.tokens.padded * cache.shape[-1]
+        # History, then tail, then -1: the valid entries are a prefix of every row.
+        counts = torch.empty_like(req_id)
         rows = kernels.remap(
             token_ids,
             req_id,
@@ -459,9 +475,9 @@ class CkvGather:
             plan.tokens.padded,
             self.dcp_world_size,
             self.geometry.get().interleave,
+            counts=counts,
         )
-        # History, then tail, then -1: the valid entries are a prefix of every row.
-        return records, rows, (rows >= 0).sum(1, dtype=torch.int32)
+        return records, rows, counts, buffers.scratch
 
 
 def counters(worker: Any) -> dict[str, Any]:

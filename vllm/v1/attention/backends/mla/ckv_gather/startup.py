@@ -169,6 +169,17 @@ def run_everything_once(
     index_cache = torch.zeros(
         (1, POOLS_PER_INDEX_PAGE, INDEX_RECORD_BYTES), dtype=torch.uint8, device=device
     )
+    world = gather.dcp_world_size
+    kernels.warm_up(
+        device,
+        head_counts=sorted({shapes.local_heads, world * shapes.local_heads}),
+        index_heads=shapes.index_heads,
+        pool_size=gather.pool_size,
+        topk=shapes.pool_topk,
+        width=shapes.width,
+        dcp_world_size=world,
+        interleave=geometry.interleave,
+    )
     for num_tokens in dict.fromkeys((1, largest)):
         batch = _Batch(shapes, num_tokens, device)
         _write_once(kernels, batch, cache, index_cache, gather.pool_size)
@@ -280,11 +291,11 @@ def _gathered_once(
     )
     pages, page_table = gather.gather_index_keys(plan, kernels, index_cache, table)
     _select_once(kernels, batch, pages, page_table)
-    records, rows, counts = gather.gather_latents(
+    records, rows, counts, scratch = gather.gather_latents(
         plan, kernels, cache, table, batch.nothing(batch.shapes.width), batch.zeros()
     )
     query = batch.zeros(batch.shapes.local_heads, LATENT_DIM, dtype=torch.bfloat16)
-    kernels.attend(query, records, rows, counts, batch.shapes.scale)
+    kernels.attend(query, records, rows, counts, batch.shapes.scale, scratch)
 
 
 def lock_after_warm_up(worker: Any) -> bool:
