@@ -70,27 +70,53 @@ def test_reserved_equals_borrowed(manager, page_size, world, record):
     lengths.append(max_tokens - sum(lengths))
     layout, pools = layouts(lengths, world)
     assert layout.visible == max_tokens
-    buffers = plan.borrow(layout, pools)
+    latents, index = plan.borrow_latents(layout), plan.borrow_index(pools)
     assert allocated(manager) is before
-    assert buffers.latents.shape == (world * layout.padded, record.record_bytes)
-    assert buffers.index.shape == (world * pools.padded, 132)
-    assert buffers.index_pages.shape[1] == 8448
-    spans = []
-    for tensor in (buffers.latents, buffers.index, buffers.index_pages):
-        assert tensor.is_contiguous() and tensor.dtype == torch.uint8
-        begin = tensor.data_ptr() - before.data_ptr()
-        assert begin % 256 == 0
-        spans.append((begin, begin + tensor.numel()))
-    # Disjoint, in order, and inside the reserved bytes.
-    assert [b for span in spans for b in span] == sorted(b for span in spans for b in span)
-    assert spans[-1][1] <= reserved
+    assert latents.records.shape == (world * layout.padded, record.record_bytes)
+    assert index.records.shape == (world * pools.padded, 132)
+    assert index.pages.shape[1] == 8448
+    # Both exchanges take the same bytes, one after the other; within one they are disjoint.
+    ends = []
+    for tensors in ((latents.records,), (index.records, index.pages)):
+        spans = []
+        for tensor in tensors:
+            assert tensor.is_contiguous() and tensor.dtype == torch.uint8
+            begin = tensor.data_ptr() - before.data_ptr()
+            assert begin % 256 == 0
+            spans.append((begin, begin + tensor.numel()))
+        assert [b for span in spans for b in span] == sorted(b for span in spans for b in span)
+        ends.append(spans[-1][1])
+    assert max(ends) <= reserved
 
 
 @pytest.mark.parametrize("page_size, records", [(64, 131_200), (2304, 131_328)])
 def test_case_1_bytes_of_the_real_sizes(page_size, records):
     plan = WorkspacePlan.from_geometry(geometry(page_size), 524_288, 32)
     assert plan.latents == (4 * records, 528)
-    assert plan.num_bytes >= 4 * records * 528 + 131_072 * 132 * 2
+    assert plan.num_bytes == 4 * records * 528
+
+
+def test_case_1_the_line_at_start(make_gather, monkeypatch, manager):
+    from types import SimpleNamespace
+
+    from vllm.v1.attention.backends.mla.ckv_gather import exchange, startup
+    from vllm.v1.attention.backends.mla.ckv_gather import plan as plan_module
+    from vllm.v1.attention.backends.mla.sparse_mla_kernels.torch_reference import (
+        TorchReferenceKernels,
+    )
+
+    lines = []
+    monkeypatch.setattr(plan_module.logger, "info", lambda text, *args: lines.append(text % args))
+    monkeypatch.setattr(plan_module, "get_dcp_group", lambda: SimpleNamespace(cpu_group=None))
+    monkeypatch.setattr(exchange, "all_gather_facts", lambda facts, group: [facts])
+    gather = make_gather(4, freeze=False, block_size=2304, max_model_len=1_000_000, max_num_seqs=32)
+    shapes = startup.LayerShapes(8192, 16, 2051, 512, 32, 4, 0.1)
+    gather.freeze_and_reserve(TorchReferenceKernels(), shapes)
+    assert lines == [
+        "full-CKV gather: on, page 2304 tokens, capacity 131,328 records/rank, workspace 264.5 "
+        "MiB/GPU (limit 524,288 visible tokens), kernels TorchReferenceKernels"
+    ]
+    assert allocated(manager).numel() == 4 * 131_328 * 528
 
 
 def test_case_1_a_plan_of_the_early_page_cannot_serve_the_final_one(manager):
@@ -100,7 +126,7 @@ def test_case_1_a_plan_of_the_early_page_cannot_serve_the_final_one(manager):
     early.reserve()
     manager.lock()
     with pytest.raises(AssertionError, match="locked"):
-        final.borrow(*layouts([16], 4))
+        final.borrow_latents(layouts([16], 4)[0])
 
 
 @pytest.mark.parametrize("page_size", [64, 2304])
@@ -108,18 +134,20 @@ def test_case_4_every_admitted_batch_fits_and_a_larger_one_raises(manager, page_
     plan = WorkspacePlan.from_geometry(geometry(page_size), 4096, 8)
     plan.reserve()
     manager.lock()
-    plan.borrow(*layouts([512] * 8, 4))
+    largest = layouts([512] * 8, 4)
+    plan.borrow_latents(largest[0])
+    plan.borrow_index(largest[1])
     rows = plan.latents[0]
     full, _ = layouts([rows], 4)
-    assert plan.borrow(full).latents.shape[0] == rows
+    assert plan.borrow_latents(full).records.shape[0] == rows
     with pytest.raises(ValueError, match=rf"{rows + 4} gathered latent rows, {rows} are"):
-        plan.borrow(layouts([rows + 1], 4)[0])
+        plan.borrow_latents(layouts([rows + 1], 4)[0])
     index_rows = plan.index[0]
     with pytest.raises(ValueError, match=rf"gathered pool rows, {index_rows} are"):
-        plan.borrow(layouts([16], 4)[0], layouts([index_rows * 4 + 4], 4)[1])
+        plan.borrow_index(layouts([index_rows * 4 + 4], 4)[1])
     many = layouts([4] * 200, 4)
     with pytest.raises(ValueError, match=r"200 index pages|gathered pool rows"):
-        plan.borrow(layouts([16], 4)[0], many[1])
+        plan.borrow_index(many[1])
 
 
 def test_case_5_cached_tokens_need_rows(manager):
@@ -127,10 +155,11 @@ def test_case_5_cached_tokens_need_rows(manager):
     visible = WorkspacePlan.from_geometry(geometry(64), 4 * 40_064, 4)
     batch = layouts([40_064] * 4, 4)
     with pytest.raises(ValueError, match="160256 gathered latent rows"):
-        token_budget.borrow(batch[0])
+        token_budget.borrow_latents(batch[0])
     visible.reserve()
     manager.lock()
-    assert visible.borrow(*batch).latents.shape[0] == 160_256
+    assert visible.borrow_latents(batch[0]).records.shape[0] == 160_256
+    visible.borrow_index(batch[1])
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -148,7 +177,9 @@ def test_whatever_eligibility_admits_can_be_borrowed(lengths, world, interleave)
         )
         plan.reserve()
         stock.lock_workspace()
-        plan.borrow(*layouts(lengths, world, interleave))
+        layout, pools = layouts(lengths, world, interleave)
+        plan.borrow_latents(layout)
+        plan.borrow_index(pools)
     finally:
         stock.reset_workspace_manager()
 
@@ -158,21 +189,19 @@ def test_scratch_lies_beside_the_buffers(manager):
     plan = WorkspacePlan.from_geometry(geometry(64), 512, 2, scratch)
     plan.reserve()
     assert plan.num_bytes == allocated(manager).numel()
-    buffers = plan.borrow(*layouts([100, 200], 4))
-    buffers.latents.fill_(7)
-    buffers.index_pages.fill_(8)
+    buffers = plan.borrow_latents(layouts([100, 200], 4)[0])
+    buffers.records.fill_(7)
     buffers.scratch[0].fill_(1.5)
     buffers.scratch[1].fill_(9)
     assert buffers.scratch[0].shape == (3, 5)
-    assert int(buffers.latents.min()) == int(buffers.latents.max()) == 7
-    assert int(buffers.index_pages.min()) == int(buffers.index_pages.max()) == 8
-    assert buffers.scratch[0].eq(1.5).all()
+    assert int(buffers.records.min()) == int(buffers.records.max()) == 7
+    assert buffers.scratch[0].eq(1.5).all() and buffers.scratch[1].eq(9).all()
 
 
 def test_a_layout_of_other_ranks_is_refused():
     plan = WorkspacePlan.from_geometry(geometry(64), 512, 2)
     with pytest.raises(ValueError, match=r"2 ranks.*4"):
-        plan.borrow(layouts([16], 2)[0])
+        plan.borrow_latents(layouts([16], 2)[0])
 
 
 def test_the_table_of_reservations_is_what_a_plan_reserves(manager):

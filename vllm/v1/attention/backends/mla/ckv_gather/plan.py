@@ -415,14 +415,14 @@ class CkvGather:
         """
         assert self.workspace is not None
         group = get_dcp_group()
-        buffers = self.workspace.borrow(plan.tokens, plan.pools)
+        buffers = self.workspace.borrow_index(plan.pools)
         exchange.gather_pools(
             kernels,
             index_cache,
             block_table[: plan.pools.num_requests],
             plan.staged_pools,
-            buffers.index,
-            buffers.index_pages,
+            buffers.records,
+            buffers.pages,
             plan.page_starts,
             group.device_group,
             group.rank_in_group,
@@ -432,8 +432,8 @@ class CkvGather:
             (self.dcp_world_size - 1) * plan.pools.padded * INDEX_RECORD_BYTES
         )
         # A size of -1 would be ambiguous for prompts below one pool, which have no page at all.
-        num_pages = buffers.index_pages.shape[0]
-        pages = buffers.index_pages.view(num_pages, POOLS_PER_INDEX_PAGE, INDEX_RECORD_BYTES)
+        num_pages = buffers.pages.shape[0]
+        pages = buffers.pages.view(num_pages, POOLS_PER_INDEX_PAGE, INDEX_RECORD_BYTES)
         return pages, plan.page_table
 
     def gather_latents(
@@ -454,8 +454,8 @@ class CkvGather:
         """
         assert self.workspace is not None
         group = get_dcp_group()
-        buffers = self.workspace.borrow(plan.tokens)
-        records = buffers.latents
+        buffers = self.workspace.borrow_latents(plan.tokens)
+        records = buffers.records
         exchange.gather_latents(
             kernels,
             cache,

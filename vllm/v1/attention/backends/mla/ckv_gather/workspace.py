@@ -5,8 +5,10 @@ vLLM's workspace is one scratch allocation that every user starts at offset 0. I
 the profiling run, so that the memory profiler sees the bytes, and locked before serving. Asking
 again with the same shapes returns the same bytes and cannot grow the allocation.
 
-A borrowed buffer is valid until anybody else asks the manager: borrow once per operation, and list
-further scratch of that operation in ``scratch`` instead of asking a second time.
+Two operations borrow, one after the other: the index exchange, then the latent exchange. Both get
+the same bytes, so the larger of the two counts. A borrowed buffer is valid until anybody else asks
+the manager: borrow once per operation, and list further scratch of the latent operation in
+``scratch`` instead of asking a second time.
 """
 
 from __future__ import annotations
@@ -30,20 +32,31 @@ _ALIGNMENT = 256
 Shape = tuple[int, ...]
 
 
+Request = tuple[Shape, torch.dtype]
+
+
 @dataclass(frozen=True)
-class GatherBuffers:
+class LatentBuffers:
     """Views of the borrowed workspace, cut to one batch. Contents are undefined.
 
-    latents: (N * padded, record_bytes), uint8.
-    index: (N * pool_padded, 132), uint8.
-    index_pages: (pages, 8448), uint8. Planar pages of 64 pools in global order.
+    records: (N * padded, record_bytes), uint8.
     scratch: whole tensors of the plan's ``scratch`` shapes.
     """
 
-    latents: torch.Tensor
-    index: torch.Tensor
-    index_pages: torch.Tensor
+    records: torch.Tensor
     scratch: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class IndexBuffers:
+    """Views of the borrowed workspace, cut to one batch. Contents are undefined.
+
+    records: (N * pool_padded, 132), uint8.
+    pages: (pages, 8448), uint8. Planar pages of 64 pools in global order.
+    """
+
+    records: torch.Tensor
+    pages: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -54,14 +67,14 @@ class WorkspacePlan:
     index: (N * pool_capacity, 132).
     index_pages: (pages, 8448), room for every request to start on a page of its own.
     dcp_world_size: ranks N.
-    scratch: (shape, dtype) of further tensors the operation needs at the same time.
+    scratch: (shape, dtype) of further tensors that attention over the latents needs.
     """
 
     latents: Shape
     index: Shape
     index_pages: Shape
     dcp_world_size: int
-    scratch: tuple[tuple[Shape, torch.dtype], ...] = ()
+    scratch: tuple[Request, ...] = ()
 
     @classmethod
     def from_geometry(
@@ -69,7 +82,7 @@ class WorkspacePlan:
         geometry: PageGeometry,
         max_tokens: int,
         max_num_seqs: int,
-        scratch: tuple[tuple[Shape, torch.dtype], ...] = (),
+        scratch: tuple[Request, ...] = (),
     ) -> WorkspacePlan:
         """Size the buffers for every batch of ``max_num_seqs`` requests that see ``max_tokens``.
 
@@ -89,58 +102,59 @@ class WorkspacePlan:
         )
 
     @property
-    def requests(self) -> tuple[tuple[Shape, torch.dtype], ...]:
-        """The (shape, dtype) list that reserving and borrowing both pass to the manager."""
-        records = (self.latents, self.index, self.index_pages)
-        return (*((shape, torch.uint8) for shape in records), *self.scratch)
+    def latent_requests(self) -> tuple[Request, ...]:
+        """What reserving and borrowing for the latent exchange both pass to the manager."""
+        return ((self.latents, torch.uint8), *self.scratch)
+
+    @property
+    def index_requests(self) -> tuple[Request, ...]:
+        """The same for the index exchange."""
+        return ((self.index, torch.uint8), (self.index_pages, torch.uint8))
 
     @property
     def num_bytes(self) -> int:
         """Bytes of workspace that :meth:`reserve` makes vLLM allocate."""
-        return sum(
-            -(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-            for shape, dtype in self.requests
-        )
-
-    def _take(self) -> list[torch.Tensor]:
-        from vllm.v1.worker.workspace import current_workspace_manager
-
-        return current_workspace_manager().get_simultaneous(*self.requests)
+        return max(_num_bytes(self.latent_requests), _num_bytes(self.index_requests))
 
     def reserve(self) -> torch.device:
         """Allocate :attr:`num_bytes` of workspace (profiling run) and return where they lie."""
-        return self._take()[0].device
+        # The larger one first: the workspace grows by a second allocation otherwise.
+        requests = sorted((self.latent_requests, self.index_requests), key=_num_bytes)
+        for request in reversed(requests):
+            device = _take(request)[0].device
+        return device
 
-    def borrow(
-        self, layout: RankMajorLayout, pool_layout: RankMajorLayout | None = None
-    ) -> GatherBuffers:
-        """Return buffers for one batch out of the reserved bytes.
+    def borrow_latents(self, layout: RankMajorLayout) -> LatentBuffers:
+        """Return the buffers of one batch's latent exchange out of the reserved bytes.
 
         layout: the token layout of the batch.
-        pool_layout: its pool layout; left out, the index buffers have no rows.
 
         Raises:
             ValueError: the batch needs more rows than are reserved, or has another number of
                 ranks. Nothing has been taken then: an eligible batch never gets here, because
                 eligibility bounds it by the same sizes.
         """
-        index_rows = index_pages = 0
-        if pool_layout is not None:
-            index_rows = self._rows("pool", pool_layout, self.index[0])
-            index_pages = plan_index_pages(pool_layout.seq_lens)[1]
-            if index_pages > self.index_pages[0]:
-                raise ValueError(
-                    f"the batch needs {index_pages} index pages, {self.index_pages[0]} are "
-                    "reserved; take the ordinary path"
-                )
-        latent_rows = self._rows("latent", layout, self.latents[0])
-        latents, index, pages, *scratch = self._take()
-        return GatherBuffers(
-            latents=latents[:latent_rows],
-            index=index[:index_rows],
-            index_pages=pages[:index_pages],
-            scratch=tuple(scratch),
-        )
+        rows = self._rows("latent", layout, self.latents[0])
+        latents, *scratch = _take(self.latent_requests)
+        return LatentBuffers(latents[:rows], tuple(scratch))
+
+    def borrow_index(self, layout: RankMajorLayout) -> IndexBuffers:
+        """Return the buffers of one batch's index exchange out of the reserved bytes.
+
+        layout: the pool layout of the batch.
+
+        Raises:
+            ValueError: as :meth:`borrow_latents`, for pools and for index pages.
+        """
+        rows = self._rows("pool", layout, self.index[0])
+        num_pages = plan_index_pages(layout.seq_lens)[1]
+        if num_pages > self.index_pages[0]:
+            raise ValueError(
+                f"the batch needs {num_pages} index pages, {self.index_pages[0]} are reserved; "
+                "take the ordinary path"
+            )
+        index, pages = _take(self.index_requests)
+        return IndexBuffers(index[:rows], pages[:num_pages])
 
     def _rows(self, what: str, layout: RankMajorLayout, reserved: int) -> int:
         if layout.dcp_world_size != self.dcp_world_size:
@@ -155,3 +169,15 @@ class WorkspacePlan:
                 "ordinary path"
             )
         return rows
+
+
+def _num_bytes(requests: tuple[Request, ...]) -> int:
+    return sum(
+        -(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape, dtype in requests
+    )
+
+
+def _take(requests: tuple[Request, ...]) -> list[torch.Tensor]:
+    from vllm.v1.worker.workspace import current_workspace_manager
+
+    return current_workspace_manager().get_simultaneous(*requests)
