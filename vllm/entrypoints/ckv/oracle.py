@@ -35,17 +35,12 @@ class TransformersOracle:
         from safetensors import safe_open
         from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextModel
 
-        # Silent, or it advises on GPU kernels and lists the head, for which it has no class.
-        before = transformers.logging.get_verbosity()
+        # Silent from here on, or it advises on GPU kernels and lists the head as unexpected.
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-        try:
-            loaded: Any = Glm5NextTextModel.from_pretrained(
-                model, dtype=torch.float32, output_loading_info=True
-            )
-        finally:
-            transformers.logging.set_verbosity(before)
-            transformers.logging.enable_progress_bar()
+        loaded: Any = Glm5NextTextModel.from_pretrained(
+            model, dtype=torch.float32, output_loading_info=True
+        )
         body, loading = loaded
         unloaded = loading["missing_keys"] | set(loading["unexpected_keys"]) - {"lm_head.weight"}
         if unloaded:
