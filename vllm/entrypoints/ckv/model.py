@@ -28,8 +28,11 @@ HEAD_SCALE = 0.36 / 16
 _FLOAT32_SUFFIXES = ("A_log", "dt_bias", "e_score_correction_bias", "index_kpool_compress_ape")
 
 
-def small_config() -> dict[str, Any]:
-    """The model's ``config.json``."""
+def small_config(*, mhc: bool = True) -> dict[str, Any]:
+    """The model's ``config.json``.
+
+    mhc: hyper-connections, as in GLM-5.3-Flash; vLLM's CUDA build needs tilelang for them.
+    """
     layers = ["indexed_attention", "linear_attention"] * 2
     numbered = list(enumerate(layers, start=1))
     return {
@@ -53,16 +56,16 @@ def small_config() -> dict[str, Any]:
         "v_head_dim": 64,
         "index_topk": 128,
         "index_head_dim": 128,
-        "index_n_heads": 16,
+        "index_n_heads": 32,
         "index_kpool": 4,
         "indexer_rope_interleave": True,
         "layer_types": layers,
         "mlp_layer_types": ["dense"] + ["sparse"] * (len(layers) - 2) + ["dense"],
-        "linear_head_dim": 64,
-        "linear_num_heads": 8,
+        "linear_head_dim": 128,
+        "linear_num_heads": 4,
         "linear_attn_config": {
-            "head_dim": 64,
-            "num_heads": 8,
+            "head_dim": 128,
+            "num_heads": 4,
             "short_conv_kernel_size": 4,
             "gate_lower_bound": -5.0,
             "kda_layers": [i for i, kind in numbered if kind == "linear_attention"],
@@ -73,7 +76,7 @@ def small_config() -> dict[str, Any]:
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
         "mla_use_nope": True,
-        "mhc": True,
+        "mhc": mhc,
         # bfloat16 logits are 0.03 apart at 4: coarser than what is to be measured.
         "head_dtype": "float32",
         "pad_token_id": 0,
@@ -184,11 +187,11 @@ def _draw(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torc
     return values * 0.1
 
 
-def write_model(folder: Path, *, seed: int = 3) -> dict[str, Any]:
+def write_model(folder: Path, *, mhc: bool = True, seed: int = 3) -> dict[str, Any]:
     """Write ``config.json`` and ``model.safetensors`` with random weights; return the config."""
     from safetensors.torch import save_file
 
-    config = small_config()
+    config = small_config(mhc=mhc)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in weight_shapes(config).items():

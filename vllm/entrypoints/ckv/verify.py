@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.util import find_spec
 from pathlib import Path
 
 from vllm.entrypoints.ckv.engine import (
@@ -145,16 +147,22 @@ def make_jobs(model: Path, cases: Sequence[Case], dcp: int) -> list[EngineJob]:
     ]
 
 
+def _largest(values: Iterable[float]) -> float:
+    """The largest of ``values``, 0 of none; NaN if one is NaN, which ``max`` would lose."""
+    found = list(values)
+    return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
+
+
 def _largest_delta(
     tokens: Sequence[int], logprobs: Sequence[float], others: Sequence[int], other: Sequence[float]
 ) -> float:
     """Largest difference up to and including the first token that differs."""
-    largest = 0.0
+    deltas = []
     for token, other_token, mine, theirs in zip(tokens, others, logprobs, other, strict=True):
-        largest = max(largest, abs(mine - theirs))
+        deltas.append(abs(mine - theirs))
         if token != other_token:
             break
-    return largest
+    return _largest(deltas)
 
 
 def report_cases(
@@ -176,7 +184,7 @@ def report_cases(
         oracle_delta = oracle_equal = None
         if oracle is not None:
             steps = oracle[number]
-            oracle_delta = max(
+            oracle_delta = _largest(
                 abs(step.logprob - logprob) for step, logprob in zip(steps, mine[1], strict=True)
             )
             oracle_equal = all(step.lead <= LIMIT_VS_ORACLE for step in steps)
@@ -228,8 +236,8 @@ def find_failures(cases: Sequence[Case], reports: Sequence[CaseReport]) -> list[
             )
         if not report.oracle_tokens_equal:
             failures.append(f"{case.name}: a token is not transformers' choice, nor near a tie")
-    own = max(report.dcp_logprob_delta_vs_no_dcp for report in reports)
-    mine = max(report.max_logprob_delta_vs_no_dcp for report in reports)
+    own = _largest(report.dcp_logprob_delta_vs_no_dcp for report in reports)
+    mine = _largest(report.max_logprob_delta_vs_no_dcp for report in reports)
     if not mine <= LIMIT_VS_NO_DCP * own:
         failures.append(
             f"the difference to no DCP is {mine:.4f}, more than {LIMIT_VS_NO_DCP:g} x ordinary "
@@ -317,6 +325,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.device == "gpu" and gpus < dcp:
         print(f"vllm-ckv verify: --dcp {dcp} needs {dcp} GPUs, found {gpus}; pass --device cpu")
         return 2
+    if arguments.json is not None and not arguments.json.parent.is_dir():
+        print(f"vllm-ckv verify: --json: there is no folder {arguments.json.parent}")
+        return 2
     use_gpu = gpus >= dcp and arguments.device != "cpu"
     try:
         cases = make_cases(_read_text(arguments.text), dcp)
@@ -325,9 +336,16 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     where = f"{dcp} GPUs" if use_gpu else "the reference platform (CPU, torch kernels)"
     print(f"vllm-ckv verify: TP{dcp}, DCP{dcp}, {len(cases)} greedy cases, on {where}", flush=True)
+    ask_oracle = not arguments.no_oracle
+    if not has_hyper_connections(use_gpu):
+        ask_oracle = False
+        print(
+            "tilelang is not installed: the model has no hyper-connections, without which "
+            "transformers has no such model to compare with"
+        )
     folder = Path(tempfile.mkdtemp(prefix="vllm-ckv-verify-"))
     try:
-        results, oracle = _run_all(folder, cases, dcp, use_gpu, not arguments.no_oracle)
+        results, oracle = _run_all(folder, cases, dcp, use_gpu, ask_oracle)
     except RuntimeError as error:
         print(f"vllm-ckv verify: {error}\nlogs are kept in {folder}")
         return 1
@@ -358,13 +376,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def has_hyper_connections(use_gpu: bool) -> bool:
+    """Whether the model can have mHC: vLLM's CUDA kernels for it are written in tilelang."""
+    return not use_gpu or find_spec("tilelang") is not None
+
+
 def _run_all(
     folder: Path, cases: Sequence[Case], dcp: int, use_gpu: bool, ask_oracle: bool
 ) -> tuple[dict[str, EngineResult], list[list[OracleStep]] | None]:
     from tqdm import tqdm
 
     model = folder / "model"
-    write_model(model)
+    write_model(model, mhc=has_hyper_connections(use_gpu))
     jobs = make_jobs(model, cases, dcp)
     results: dict[str, EngineResult] = {}
     steps = len(jobs) * (1 + len(jobs[0].groups)) + (len(cases) if ask_oracle else 0)
