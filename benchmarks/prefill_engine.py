@@ -156,7 +156,7 @@ def main() -> int:
         lengths = [n for n in arguments.lengths if n + 256 <= positions]
         layers = config["num_hidden_layers"] // 4 or 1
         if "layer_types" in config:
-            layers = config["layer_types"].count("indexed_attention")
+            layers = sum(kind != "linear_attention" for kind in config["layer_types"])
         for mode in arguments.modes:
             job = make_job(model, mode, arguments, lengths, config["vocab_size"])
             result = EngineResult()

@@ -33,7 +33,7 @@ def small_config(*, mhc: bool = True) -> dict[str, Any]:
 
     mhc: hyper-connections, as in GLM-5.3-Flash; vLLM's CUDA build needs tilelang for them.
     """
-    layers = ["indexed_attention", "linear_attention"] * 2
+    layers = ["full_attention", "linear_attention"] * 2
     numbered = list(enumerate(layers, start=1))
     return {
         "architectures": ["Glm5NextForCausalLM"],
@@ -69,7 +69,7 @@ def small_config(*, mhc: bool = True) -> dict[str, Any]:
             "short_conv_kernel_size": 4,
             "gate_lower_bound": -5.0,
             "kda_layers": [i for i, kind in numbered if kind == "linear_attention"],
-            "full_attn_layers": [i for i, kind in numbered if kind == "indexed_attention"],
+            "full_attn_layers": [i for i, kind in numbered if kind == "full_attention"],
         },
         "max_position_embeddings": 8192,
         # Read by vLLM, unknown to transformers.
@@ -113,7 +113,7 @@ def _linear_attention_shapes(prefix: str, config: dict[str, Any]) -> dict[str, t
     return shapes
 
 
-def _indexed_attention_shapes(prefix: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def _full_attention_shapes(prefix: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     latent, query_rank = config["kv_lora_rank"], config["q_lora_rank"]
     key, value = config["qk_nope_head_dim"], config["v_head_dim"]
@@ -152,7 +152,7 @@ def weight_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         if kind == "linear_attention":
             shapes |= _linear_attention_shapes(attention, config)
         else:
-            shapes |= _indexed_attention_shapes(attention, config)
+            shapes |= _full_attention_shapes(attention, config)
         shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
         shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
         if config["mhc"]:
