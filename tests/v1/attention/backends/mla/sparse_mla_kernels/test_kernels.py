@@ -37,6 +37,11 @@ def kernels(request):
     torch.use_deterministic_algorithms(False)
 
 
+def kernels_are_exact(kernels):
+    """Whether scores come from products and sums in at least fp32."""
+    return not isinstance(kernels, providers.OnDevice)
+
+
 def reference_only(kernels):
     if not isinstance(kernels, ref.TorchReferenceKernels):
         pytest.skip("a value on the device: only the reference reads it on the host")
@@ -66,7 +71,7 @@ def strided_pages(pages, inner, gap, fill):
 
 
 def test_satisfies_the_protocol(kernels):
-    assert isinstance(kernels, SparseMLAKernels)
+    assert isinstance(getattr(kernels, "kernels", kernels), SparseMLAKernels)
 
 
 # Records
@@ -399,8 +404,15 @@ def test_selection_against_fp64_with_ties_and_short_rows(kernels):
     ) / 2
     for row in (0, 1, 4):
         ranked = sorted(range(counts[row]), key=lambda p: (-float(exact[row, p].float()), p))[:topk]
-        assert ids[row].tolist() == ranked
-        torch.testing.assert_close(scores[row].double(), exact[row, ranked], rtol=1e-5, atol=1e-5)
+        # Matrix units keep about 13 bits of a sum of e4m3 products.
+        tolerance = 1e-5 if kernels_are_exact(kernels) else 1e-3 * float(exact[row].max())
+        chosen = ids[row].long()
+        assert chosen.unique().numel() == topk
+        assert float(exact[row, chosen].min() - exact[row, ranked[-1]]) >= -tolerance
+        assert bool((scores[row, 1:] <= scores[row, :-1]).all())
+        torch.testing.assert_close(scores[row].double(), exact[row, chosen], rtol=0, atol=tolerance)
+        if kernels_are_exact(kernels):
+            assert ids[row].tolist() == ranked
     assert ids[2].tolist() == list(range(16))
     for row in (3, 5):
         assert ids[row].tolist() == [-1] * topk and bool((scores[row] == -math.inf).all())
@@ -452,6 +464,30 @@ def test_long_rows_with_exact_ties_are_selected_as_by_the_reference(kernels, poo
     ids, scores = kernels.select_pools(q, w, *args, req, counts, topk)
     want_ids, want_scores = ref.TorchReferenceKernels().select_pools(q, w, *args, req, counts, topk)
     assert torch.equal(ids, want_ids) and torch.equal(scores, want_scores)
+
+
+@pytest.mark.skipif(providers.INTERPRETED, reason="long")
+@pytest.mark.parametrize("heads", [32, 64])
+def test_many_rows_of_many_requests(kernels, heads):
+    """Enough rows for DeepGEMM, where there is one; the table's unused entries are no pages."""
+    rows, topk, requests = 700, 64, 3
+    records, q, w = integer_index(40 * PLACES, heads, rows, heads)
+    table = torch.full((requests, 20), POISON, dtype=torch.int32)
+    counts = torch.zeros(rows, dtype=torch.int32)
+    order = torch.randperm(40).int()
+    begin = 0
+    req = torch.arange(rows).int() * requests // rows
+    for r, pages in enumerate((20, 1, 19)):
+        table[r, :pages] = order[begin : begin + pages]
+        begin += pages
+        mine = req == r
+        counts[mine] = torch.randint(0, pages * PLACES + 1, (int(mine.sum()),)).int()
+    req[::50] = -1
+    counts[::50] = POISON
+    args = (q, w, planar(records), table, req, counts, topk)
+    got = kernels.select_pools(*args)
+    want = ref.TorchReferenceKernels().select_pools(*args)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
 @pytest.mark.parametrize("heads", pick([4, 5, 16, 32, 64], [5, 32]))
@@ -590,8 +626,8 @@ def tolerances(kernels):
     if isinstance(kernels, ref.TorchReferenceKernels):
         return 1e-5, 2**-8, 1e-5, 1e-5
     if getattr(kernels, "scratch", False):
-        return 2e-2, 2**-6, 5e-5, 1e-3
-    return 5e-4, 2**-7, 1e-5, 2e-4
+        return 2e-2, 2**-6, 5e-5, 2e-2
+    return 2e-3, 2**-7, 1e-5, 1e-4
 
 
 @pytest.mark.parametrize(

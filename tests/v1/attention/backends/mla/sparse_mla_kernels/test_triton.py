@@ -276,5 +276,7 @@ def test_serving_neither_compiles_nor_waits_nor_allocates_much(kernels):
         finally:
             torch.cuda.set_sync_debug_mode("default")
         results = tokens * (2051 * 4 * 4 + 512 * 4 * 12 + 2 * heads * (512 * 2 + 4 * 4) + 64)
-        assert torch.cuda.max_memory_allocated() - held < results + (1 << 20)
+        # DeepGEMM's scores are the only large tensor; their bound is fixed.
+        scores = module._DEEPGEMM_BYTES if module._deepgemm() else 0
+        assert torch.cuda.max_memory_allocated() - held < results + scores + (1 << 20)
     assert compiled() == before
