@@ -323,8 +323,11 @@ class B12xMLASparseImpl(SparseMLACommonImpl[B12xMLASparseMetadata]):
 
         vLLM's profiling run does not enter attention, so the first layer does it here.
         """
+        if self.indexer is None:
+            # The layer uses another one's selection, and that one has been here.
+            return
         vllm_config = self.gather.vllm_config
-        assert self.topk_indices_buffer is not None and self.indexer is not None
+        assert self.topk_indices_buffer is not None
         op = self.indexer.indexer_op
         shapes = startup.LayerShapes(
             num_tokens=vllm_config.scheduler_config.max_num_batched_tokens,

@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+from vllm.v1.attention.backends.mla.ckv_gather.layout import StagedLayout
 from vllm.v1.attention.backends.mla.ckv_gather.staging import (
     SLOTS,
     PageTables,
@@ -24,6 +25,8 @@ def test_parts_become_views_of_one_slot():
 
 
 def test_batches_in_flight_keep_their_numbers():
+    # One batch runs on the device while the next is prepared, and one more is scheduled.
+    assert SLOTS >= 3
     ring = StagingRing("cpu", 4)
     kept = [ring.stage([torch.full((4,), batch)])[0] for batch in range(SLOTS)]
     assert [view.tolist() for view in kept] == [[batch] * 4 for batch in range(SLOTS)]
@@ -96,6 +99,16 @@ def test_a_whole_plan_is_one_transfer_without_new_memory(make_gather, monkeypatc
     first = gather.layout_batch(torch.tensor([19, 33]), torch.device("cpu"))
     again = gather.layout_batch(torch.tensor([1, 2, 3]), torch.device("cpu"))
     assert staged == [3, 3]
+    # Each view holds its own layout's numbers, though they travelled together.
+    for plan in (first, again):
+        for layout, view in (
+            (plan.tokens, plan.staged_tokens),
+            (plan.pools, plan.staged_pools),
+        ):
+            alone = StagedLayout.stage(layout, "cpu")
+            assert view.padded == alone.padded
+            for name in ("local_lens", "starts", "seq_lens"):
+                assert torch.equal(getattr(view, name), getattr(alone, name))
     ring, tables = gather._staged
     for plan in (first, again):
         for tensor in (
