@@ -14,11 +14,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 FLAG_PREFIX = "VLLM_B12X_MLA_"
+
+TERMINATION_SECONDS = 30
+"""An engine that is asked to end has this long; its workers end with it."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,8 @@ def run_engine(job: EngineJob, log: Path, *, use_gpu: bool) -> Iterator[dict[str
     try:
         assert process.stdin is not None
         payload = {"arguments": job.arguments, "groups": job.groups, "max_tokens": job.max_tokens}
-        with process.stdin as pipe:
+        # An engine that ended already is reported below, by its status and its log.
+        with suppress(BrokenPipeError), process.stdin as pipe:
             pipe.write(json.dumps(payload).encode())
         with os.fdopen(read_end) as events:
             for line in events:
@@ -135,7 +140,11 @@ def run_engine(job: EngineJob, log: Path, *, use_gpu: bool) -> Iterator[dict[str
     finally:
         if process.poll() is None:
             process.terminate()
-            process.wait()
+            try:
+                process.wait(TERMINATION_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def collect(events: Iterator[dict[str, Any]]) -> EngineResult:
