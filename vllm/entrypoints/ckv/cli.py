@@ -7,7 +7,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from vllm.entrypoints.ckv import verify
+from vllm.entrypoints.ckv import plan, verify
+
+_COMMANDS = (
+    ("verify", verify, "run the real engine with and without the gather and compare"),
+    ("plan", plan, "show what the gather costs and saves for a model and its flags"),
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -16,10 +21,10 @@ def build_parser() -> argparse.ArgumentParser:
         prog="vllm-ckv", description="Full-CKV prefill for B12X sparse MLA on stock vLLM."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    summary = "run the real engine with and without the gather and compare"
-    command = commands.add_parser("verify", help=summary, description=f"{summary.capitalize()}.")
-    verify.add_arguments(command)
-    command.set_defaults(run=verify.run)
+    for name, module, summary in _COMMANDS:
+        command = commands.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
     return parser
 
 

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-ckv plan``: sizes against vLLM's own functions and the runtime's, and what people see."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from vllm.entrypoints.ckv import cli
+from vllm.entrypoints.ckv import plan as p
+from vllm.entrypoints.ckv.output import UsageError, size
+
+MODEL = Path(__file__).parent / "models" / "flash_slice"
+
+
+@pytest.fixture(scope="module")
+def sizes():
+    return p.read_model(str(MODEL))
+
+
+def make(sizes, gpu="rtx-pro-6000", **changes):
+    arguments = {
+        "tp": 4,
+        "dcp": 4,
+        "max_model_len": 524_288,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 8192,
+    }
+    return p.make_plan(sizes, p.GPUS[gpu], **(arguments | changes))
+
+
+def test_reads_the_layer_sizes(sizes):
+    assert (sizes.attention_layers, sizes.state_layers, sizes.heads) == (2, 6, 64)
+    assert (sizes.pool_size, sizes.index_topk, sizes.state_heads) == (4, 2048, 64)
+
+
+def test_a_multimodal_configuration_and_the_file_itself_are_read_alike(sizes, tmp_path):
+    inner = json.loads((MODEL / "config.json").read_text())
+    outer = {"model_type": "glm5_next", "text_config": inner}
+    (tmp_path / "any.json").write_text(json.dumps(outer))
+    assert replace(p.read_model(str(tmp_path / "any.json")), name=sizes.name) == sizes
+
+
+@pytest.mark.parametrize(("tp", "page"), [(1, 8704), (2, 4352), (4, 2304), (8, 1280)])
+def test_pages_of_the_real_layer_sizes(sizes, tp, page):
+    assert p.vllm_page_size(sizes, tp=tp, family=120) == page
+
+
+def vllms_page(monkeypatch, sizes, tp, pools, block_size, spec):
+    """What vLLM's own alignment gives for the same sizes."""
+    import torch
+
+    from vllm.platforms.ckv_reference import declare_torchvision_ops
+
+    declare_torchvision_ops()
+    from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.platforms.interface import Platform
+
+    from vllm.v1.attention.backends.mla.b12x_mla_sparse import B12xMLASparseBackend
+
+    class Index:
+        @staticmethod
+        def get_name():
+            return "INDEX"
+
+        @staticmethod
+        def get_supported_kernel_block_sizes():
+            return [sizes.pool_size * n for n in pools]
+
+        @classmethod
+        def supports_block_size(cls, block_size):
+            return any(block_size % n == 0 for n in cls.get_supported_kernel_block_sizes())
+
+    class Model:
+        @staticmethod
+        def get_mamba_state_shape_from_config(config):
+            return MambaStateShapeCalculator.kda_state_shape(
+                tp,
+                sizes.state_heads,
+                sizes.state_dim,
+                conv_kernel_size=sizes.state_kernel,
+                num_spec=spec,
+            )
+
+        @staticmethod
+        def get_mamba_state_dtype_from_config(config):
+            return torch.bfloat16, torch.float32
+
+    backends = [B12xMLASparseBackend, Index]
+    monkeypatch.setattr(Platform, "_find_non_ssm_backends", lambda config: backends)
+    monkeypatch.setattr(ModelRegistry, "resolve_model_cls", lambda *a, **k: (Model, ""))
+    monkeypatch.setattr("vllm.config.vllm.set_current_vllm_config", lambda c: _nothing())
+    cache = SimpleNamespace(
+        cache_dtype="fp8_ds_mla",
+        block_size=block_size,
+        user_specified_block_size=block_size is not None,
+        mamba_cache_mode="none",
+        mamba_page_size_padded=None,
+        kv_cache_dtype_skip_layers=[],
+    )
+    config = SimpleNamespace(
+        cache_config=cache,
+        model_config=SimpleNamespace(
+            use_mla=True,
+            is_hybrid=True,
+            architecture="",
+            get_num_kv_heads=lambda parallel: 1,
+            get_head_size=lambda: 512,
+        ),
+        parallel_config=None,
+    )
+    Platform.update_block_size_for_backend(config)
+    return cache.block_size
+
+
+class _nothing:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        return False
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize(("family", "pools"), [(120, (64,)), (90, (32, 64))])
+@pytest.mark.parametrize("block_size", [None, 256, 2304, 16384])
+@pytest.mark.parametrize("spec", [0, 3])
+def test_pages_are_those_of_vllms_alignment(
+    monkeypatch, sizes, tp, family, pools, block_size, spec
+):
+    mine = p.vllm_page_size(
+        sizes, tp=tp, family=family, block_size=block_size, speculative_tokens=spec
+    )
+    assert mine == vllms_page(monkeypatch, sizes, tp, pools, block_size, spec)
+
+
+def test_a_page_that_the_backend_refuses_gets_a_flag(sizes):
+    plan = make(sizes, gpu="h200")
+    assert (plan.vllm_page_tokens, plan.block_size_flag, plan.page_tokens) == (2176, 256, 2304)
+    assert "pass --block-size 256" in p.describe(plan)
+    assert make(sizes).block_size_flag is None
+
+
+def test_sizes_are_those_of_the_runtime(sizes):
+    from vllm.v1.attention.backends.mla.ckv_gather.geometry import FP8_DS_MLA, PageGeometry
+    from vllm.v1.attention.backends.mla.ckv_gather.workspace import WorkspacePlan
+
+    plan = make(sizes)
+    # 131,328 records/rank at a page of 2,304.
+    assert plan.capacity_records == 131_328
+    workspace = WorkspacePlan.from_geometry(PageGeometry(2304, FP8_DS_MLA, 4, 4, 4), 524_288, 32)
+    assert plan.workspace_bytes == workspace.num_bytes
+    assert plan.kv_block_bytes == 2 * 2304 * 561
+    blocks = -(-(plan.workspace_bytes + plan.staging_bytes) // plan.kv_block_bytes)
+    assert plan.kv_tokens_given_up == blocks * 2304 * 4
+
+
+@pytest.mark.parametrize("heads", [4, 16, 64, 80, 128, 256])
+def test_hopper_scratch_is_the_providers(monkeypatch, heads):
+    triton = pytest.importorskip("vllm.v1.attention.backends.mla.sparse_mla_kernels.triton")
+    monkeypatch.setattr(triton, "_flashmla", lambda: object())
+    theirs = triton.TritonKernels().scratch_shapes(
+        max_records=12_345, max_tokens=8192, num_heads=heads, width=2051
+    )
+    assert p.flashmla_scratch(12_345, 8192, heads, 2051) == theirs
+
+
+def test_rows_and_break_even(sizes):
+    plan = make(sizes, max_model_len=1_048_576)
+    assert [row.context_tokens for row in plan.rows][:3] == [8192, 16_384, 32_768]
+    assert plan.rows[-1].context_tokens == 1_048_576 and not plan.rows[-1].fits
+    assert plan.rows[0].ckv_bytes == 2 * 3 * 8192 // 4 * 561
+    assert len({row.dcp_bytes for row in plan.rows}) == 1
+    assert 0 < plan.break_even_seconds < plan.break_even_bytes
+    # A faster link leaves less to gain; bytes do not change.
+    faster = make(sizes, link_gbps=10 * plan.link_gbps)
+    assert faster.break_even_bytes == plan.break_even_bytes
+    assert faster.break_even_seconds < plan.break_even_seconds
+    small = make(sizes, max_num_batched_tokens=64)
+    assert small.break_even_bytes < plan.break_even_bytes // 100
+    # Four heads a rank, a chunk of one token and 128 requests' worth of context: never.
+    assert "never" in p._pays(10, 64, 1000)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dcp": 3}, "--dcp 3 does not divide --tp 4: choose 2, 4"),
+        ({"dcp": 1}, "--dcp 1 leaves nothing to gather"),
+        ({"tp": 3, "dcp": 3}, "--tp 3 does not divide the model's 64 attention heads"),
+        ({"interleave": 3}, "set --cp-kv-cache-interleave-size to 4"),
+        ({"interleave": 0}, "--interleave 0 is not possible"),
+        ({"max_num_seqs": 0}, "--max-num-seqs 0 is not possible"),
+        ({"link_gbps": 0.0}, "--link-gbps 0 is not a speed"),
+    ],
+)
+def test_sizes_that_do_not_go_together_say_what_to_do(sizes, changes, words):
+    with pytest.raises(ValueError, match=r"choose|set|give") as error:
+        make(sizes, **changes)
+    assert words in str(error.value)
+
+
+def test_an_unknown_gpu_lists_the_known():
+    with pytest.raises(UsageError, match="choose one of rtx-pro-6000") as error:
+        p.find_gpu("voodoo2")
+    assert "--link-gbps" in str(error.value)
+    assert p.find_gpu("H200") is p.GPUS["h200"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "there is no config.json in"),
+        ("{", "is not a model's config.json"),
+        ("[1]", "is not a model's config.json"),
+        ('{"model_type": "llama"}', "works with glm5_next"),
+        ('{"model_type": "glm5_next_text", "index_kpool": 3}', "not a usable glm5_next"),
+        ('{"model_type": "glm5_next_text", "kv_lora_rank": 256}', "reads latents of 512"),
+    ],
+)
+def test_a_wrong_configuration_gets_a_sentence(tmp_path, capsys, content, words):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    assert cli.main(["plan", str(tmp_path)]) == 2
+    assert words in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("no-such-folder", "does not exist"), ("no/such-model", "hf download no/such-model")],
+)
+def test_no_model_at_all_gets_a_sentence(monkeypatch, tmp_path, capsys, name, words):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["plan", name]) == 2
+    assert words in capsys.readouterr().out
+
+
+def test_the_command_prints_writes_and_draws(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    document, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    command = ["plan", str(MODEL), "--gpu", "h200", "--json", str(document), "--plot", str(picture)]
+    assert cli.main([*command, "--max-model-len", "600000"]) == 0
+    text = capsys.readouterr().out
+    for words in ("page ", "capacity ", "workspace ", "KV cache ", "less time ", "524,288"):
+        assert words in text
+    plan = json.loads(document.read_text())
+    assert plan["page_tokens"] == 2304 and plan["rows"][0]["context_tokens"] == 8192
+    assert plan["model"]["name"] == "flash_slice"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_missing_matplotlib_or_folder_gets_a_sentence(monkeypatch, tmp_path, capsys):
+    command = ["plan", str(MODEL), "--plot"]
+    if pytest.importorskip("matplotlib"):
+        assert cli.main([*command, str(tmp_path / "no" / "plan.png")]) == 2
+        assert cli.main([*command, str(tmp_path / "plan.sound")]) == 2
+    capsys.readouterr()
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    assert cli.main([*command, str(tmp_path / "plan.png")]) == 2
+    assert "pip install 'vllm-b12x-ckv[plot]'" in capsys.readouterr().out
+
+
+def test_sizes_for_readers():
+    assert [size(n) for n in (0, 999, 608_256, 2.5e6, 7.2e12)] == [
+        "0 B",
+        "999 B",
+        "608.3 kB",
+        "2.5 MB",
+        "7,200.0 GB",
+    ]

@@ -1,0 +1,630 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-ckv plan``: what the gather costs and saves for a model and its flags, before serving.
+
+Needs a ``config.json`` and nothing else. Sizes come from the modules that reserve and count while
+serving; what vLLM decides (the page size, the bytes of a block) is repeated here and compared with
+vLLM's own functions in the tests. Times are estimates: bytes over the link's speed, plus the index
+scoring that a gather repeats on every rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+from vllm.entrypoints.ckv.output import (
+    UsageError,
+    format_table,
+    new_figure,
+    save_figure,
+    size,
+)
+from vllm.v1.attention.backends.mla.ckv_gather.byte_model import HEAD_BYTES, ByteModel
+from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
+    FP8_DS_MLA,
+    INDEX_RECORD_BYTES,
+    MAX_VISIBLE_TOKENS,
+    POOLS_PER_INDEX_PAGE,
+    PageGeometry,
+    max_index_pages,
+)
+
+MODEL_TYPES = ("glm5_next", "glm5_next_text")
+RECORD = FP8_DS_MLA
+KERNEL_BLOCK = 64
+"""Tokens that the attention backend's pages are a multiple of."""
+
+MLA_BLOCK = 128
+"""vLLM keeps blocks of hybrid MLA models at a multiple of this many tokens."""
+
+SCORING_EFFICIENCY = 0.45
+"""Share of a GPU's nominal FP8 rate that index scoring reaches; DeepGEMM's on an H200."""
+
+LINK_EFFICIENCY = 0.5
+"""Share of a link's nominal speed that NCCL's all-gathers reach; two H200 with NVLink gave it."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Nominal figures of one kind of GPU.
+
+    family: compute capability, major x 10. link_gbps: GB/s that one GPU receives from others of
+    its host. fp8_tflops: dense, with float32 accumulation.
+    """
+
+    title: str
+    family: int
+    link_gbps: float
+    fp8_tflops: float
+
+
+GPUS = {
+    "rtx-pro-6000": Gpu("RTX PRO 6000 Blackwell, PCIe 5.0", 120, 63, 1000),
+    "rtx-5090": Gpu("GeForce RTX 5090, PCIe 5.0", 120, 63, 419),
+    "gb10": Gpu("GB10 (DGX Spark), 200 Gb/s network", 120, 25, 250),
+    "b200": Gpu("B200, NVLink 5", 100, 900, 4500),
+    "b300": Gpu("B300, NVLink 5", 100, 900, 4500),
+    "h100": Gpu("H100 SXM, NVLink 4", 90, 450, 1979),
+    "h200": Gpu("H200 SXM, NVLink 4", 90, 450, 1979),
+    "l40s": Gpu("L40S, PCIe 4.0", 80, 31, 733),
+    "a100": Gpu("A100 SXM, NVLink 3", 80, 300, 312),
+}
+"""``--gpu`` values. Links are one direction; ``--link-gbps`` takes what you measured instead."""
+
+DEFAULT_GPU = "rtx-pro-6000"
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What the plan reads from a model's configuration.
+
+    attention_layers: sparse MLA layers, each with an indexer. state_layers: KDA layers.
+    state_heads, state_dim, state_kernel: of a KDA layer.
+    """
+
+    name: str
+    attention_layers: int
+    state_layers: int
+    heads: int
+    index_heads: int
+    index_topk: int
+    pool_size: int
+    state_heads: int
+    state_dim: int
+    state_kernel: int
+    max_model_len: int
+
+
+def find_config(model: str) -> Path:
+    """The ``config.json`` of ``model``: the file, its folder, or a name in the local HF cache.
+
+    Raises:
+        UsageError: there is none.
+    """
+    path = Path(model)
+    if path.is_dir() and (path / "config.json").is_file():
+        return path / "config.json"
+    if path.is_file():
+        return path
+    if path.is_dir():
+        raise UsageError(
+            f"there is no config.json in {model}: give the folder of the model, or the file itself"
+        )
+    if not path.is_absolute() and model.count("/") == 1 and not model.startswith("."):
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(model, "config.json")
+        if isinstance(cached, str):
+            return Path(cached)
+        raise UsageError(
+            f"{model} is neither a folder here nor in the local Hugging Face cache: run "
+            f"'hf download {model} config.json', then this command again"
+        )
+    raise UsageError(f"{model} does not exist: give a folder with a config.json, or the file")
+
+
+def read_model(model: str) -> ModelSizes:
+    """Read the sizes of ``model``, see :func:`find_config`.
+
+    Raises:
+        UsageError: no configuration, not one of glm5_next, or with sizes that the backend refuses.
+    """
+    path = find_config(model)
+    try:
+        document = json.loads(path.read_text())
+        model_type = document.get("model_type")
+    except (OSError, UnicodeDecodeError, ValueError, AttributeError) as error:
+        raise UsageError(f"{path} is not a model's config.json: {error}") from error
+    if model_type not in MODEL_TYPES:
+        raise UsageError(
+            f"{path} is of model type {model_type!r}: full-CKV prefill works with glm5_next "
+            "(GLM-5.3-Flash) only"
+        )
+    from transformers import Glm5NextTextConfig
+
+    try:
+        config = Glm5NextTextConfig(**document.get("text_config", document))
+    except Exception as error:
+        raise UsageError(f"{path} is not a usable glm5_next configuration: {error}") from error
+    if config.kv_lora_rank != 512 or config.index_head_dim != 128:
+        raise UsageError(
+            f"{path} has kv_lora_rank {config.kv_lora_rank} and index_head_dim "
+            f"{config.index_head_dim}: the backend reads latents of 512 and index keys of 128"
+        )
+    layers = config.layer_types or []
+    return ModelSizes(
+        name=path.parent.resolve().name,
+        attention_layers=layers.count("indexed_attention"),
+        state_layers=layers.count("linear_attention"),
+        heads=config.num_attention_heads,
+        index_heads=config.index_n_heads,
+        index_topk=config.index_topk,
+        pool_size=config.index_kpool,
+        state_heads=config.linear_num_heads,
+        state_dim=config.linear_head_dim,
+        state_kernel=config.linear_conv_kernel_dim,
+        max_model_len=config.max_position_embeddings,
+    )
+
+
+def state_bytes(sizes: ModelSizes, tp: int, speculative_tokens: int) -> int:
+    """Bytes of one KDA layer's state on one rank: bfloat16 convolution, float32 recurrence."""
+    if not sizes.state_layers:
+        return 0
+    width = 3 * sizes.state_heads * sizes.state_dim // tp
+    convolution = width * (sizes.state_kernel - 1 + speculative_tokens) * 2
+    return convolution + sizes.state_heads // tp * sizes.state_dim**2 * 4
+
+
+def vllm_page_size(
+    sizes: ModelSizes,
+    *,
+    tp: int,
+    family: int,
+    block_size: int | None = None,
+    speculative_tokens: int = 0,
+) -> int:
+    """Tokens in a page as vLLM aligns it: a page is at least as large as a KDA state.
+
+    vLLM counts 512 bytes a token here, not the record's 528.
+
+    family: of the GPU; the index kernels of family 120 take pages of 64 pools only, those of
+        others 32 as well. block_size: ``--block-size``; None: vLLM's choice.
+    """
+    pools = 64 if family == 120 else 32
+    granule = lcm(KERNEL_BLOCK, pools * sizes.pool_size)
+    block = block_size or granule
+    alignment = max(KERNEL_BLOCK, block, MLA_BLOCK)
+    needed = -(-state_bytes(sizes, tp, speculative_tokens) // (alignment * 512)) * alignment
+    needed = -(-needed // granule) * granule
+    return max(block, needed)
+
+
+def block_bytes(sizes: ModelSizes, page_size: int) -> int:
+    """Bytes of one block of the KV cache on one rank.
+
+    The records and index keys of all sparse MLA layers, padded to whole records; KDA states use the
+    same blocks and need less.
+    """
+    index = page_size // sizes.pool_size * INDEX_RECORD_BYTES
+    content = sizes.attention_layers * (page_size * RECORD.record_bytes + index)
+    return -(-content // RECORD.record_bytes) * RECORD.record_bytes
+
+
+@dataclass(frozen=True)
+class ContextRow:
+    """One chunk at one context length; bytes are those one rank receives, in all layers.
+
+    context_tokens: visible to the last query of the chunk, which is part of it.
+    ckv_seconds, dcp_seconds: on the link. scoring_seconds: extra index scoring of a gather.
+    fits: the context is within the reserved capacity; otherwise the chunk takes the ordinary path.
+    """
+
+    context_tokens: int
+    ckv_bytes: int
+    dcp_bytes: int
+    ckv_seconds: float
+    dcp_seconds: float
+    scoring_seconds: float
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer; every size is that of one GPU unless it says otherwise.
+
+    vllm_page_tokens: vLLM's page without ``--block-size``; page_tokens: the page that serves.
+    block_size_flag: ``--block-size`` to pass, None if vLLM's own page serves.
+    limit_tokens: visible tokens that buffers are reserved for.
+    ordinary_peak_bytes: what ordinary DCP prefill takes at its largest chunk, for comparison.
+    kv_tokens_given_up: tokens of the KV cache of all ranks that the reserved bytes would have held.
+    break_even_bytes: context up to which a gather moves fewer bytes. break_even_seconds: up to
+        which it takes less time by this estimate. Both may exceed ``limit_tokens``.
+    """
+
+    model: ModelSizes
+    gpu: Gpu
+    tp: int
+    dcp: int
+    interleave: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    dcp_comm_backend: str
+    link_gbps: float
+    vllm_page_tokens: int
+    page_tokens: int
+    block_size_flag: int | None
+    limit_tokens: int
+    capacity_records: int
+    workspace_bytes: int
+    staging_bytes: int
+    ordinary_peak_bytes: int
+    kv_block_bytes: int
+    kv_tokens_given_up: int
+    break_even_bytes: int
+    break_even_seconds: int
+    rows: list[ContextRow]
+
+
+def _check(tp: int, dcp: int, sizes: ModelSizes, **counts: int) -> None:
+    for name, value in {"tp": tp, "dcp": dcp, **counts}.items():
+        if value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} {value} is not possible: give at least 1")
+    for name, heads in (("attention", sizes.heads), ("KDA", sizes.state_heads)):
+        if heads % tp:
+            raise UsageError(
+                f"--tp {tp} does not divide the model's {heads} {name} heads: choose a divisor"
+            )
+    if tp % dcp:
+        fitting = ", ".join(str(n) for n in range(2, tp + 1) if tp % n == 0) or "1"
+        raise UsageError(f"--dcp {dcp} does not divide --tp {tp}: choose {fitting}")
+    if dcp == 1:
+        raise UsageError(
+            "--dcp 1 leaves nothing to gather, every rank has all records: give --dcp 2 or more, "
+            "or serve without this backend"
+        )
+
+
+def flashmla_scratch(
+    records: int, tokens: int, heads: int, width: int
+) -> list[tuple[tuple[int, ...], Any]]:
+    """What the Triton provider reserves for FlashMLA on Hopper, as :class:`WorkspacePlan` takes it.
+
+    records: gathered rows. tokens: of the largest batch. heads: of one rank. width: of a selection.
+    """
+    import torch
+
+    if heads > 128:
+        return []
+    padded = 64 if heads <= 64 else 128
+    shapes: list[tuple[tuple[int, ...], Any]] = [
+        ((records, 512), torch.bfloat16),
+        ((tokens, -(-width // 128) * 128), torch.int32),
+    ]
+    if padded != heads:
+        rows = min(tokens, 1056)
+        shapes.append(((rows * heads + padded - heads, 512), torch.bfloat16))
+        shapes.append(((rows, padded, 512), torch.bfloat16))
+    return shapes
+
+
+def make_plan(
+    sizes: ModelSizes,
+    gpu: Gpu,
+    *,
+    tp: int,
+    dcp: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    interleave: int = 4,
+    dcp_comm_backend: str = "ag_rs",
+    link_gbps: float | None = None,
+    block_size: int | None = None,
+    max_tokens: int | None = None,
+    speculative_tokens: int = 0,
+) -> Plan:
+    """Plan ``sizes`` on ``gpu``; the arguments are vLLM's flags of the same names.
+
+    max_tokens: ``VLLM_B12X_MLA_CKV_GATHER_MAX_TOKENS``.
+
+    Raises:
+        UsageError, ValueError: the sizes do not go together; the message has the remedy.
+    """
+    from vllm.v1.attention.backends.mla.ckv_gather.staging import device_bytes
+    from vllm.v1.attention.backends.mla.ckv_gather.workspace import WorkspacePlan
+
+    _check(
+        tp,
+        dcp,
+        sizes,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        interleave=interleave,
+    )
+    link = gpu.link_gbps * LINK_EFFICIENCY if link_gbps is None else link_gbps
+    if not link > 0:
+        raise UsageError(f"--link-gbps {link:g} is not a speed: give GB/s above 0")
+    page_of = {"tp": tp, "family": gpu.family, "speculative_tokens": speculative_tokens}
+    chosen = page = vllm_page_size(sizes, block_size=block_size, **page_of)
+    index_block = POOLS_PER_INDEX_PAGE * sizes.pool_size
+    flag = block_size
+    if page % index_block and block_size is None:
+        flag = index_block
+        page = vllm_page_size(sizes, block_size=flag, **page_of)
+    geometry = PageGeometry(page, RECORD, sizes.pool_size, interleave, dcp)
+    geometry.check_index_page()
+
+    limit = min(max_model_len, MAX_VISIBLE_TOKENS) if max_tokens is None else max_tokens
+    reserve = {"max_tokens": limit, "max_num_seqs": max_num_seqs}
+    capacity = geometry.capacity(**reserve)
+    local_heads = sizes.heads // tp
+    scratch: tuple[Any, ...] = ()
+    if gpu.family == 90:
+        width = sizes.index_topk + sizes.pool_size - 1
+        scratch = tuple(
+            flashmla_scratch(dcp * capacity, max_num_batched_tokens, local_heads, width)
+        )
+    workspace = WorkspacePlan.from_geometry(geometry, limit, max_num_seqs, scratch)
+    staging = device_bytes(max_num_seqs, dcp, max_index_pages(limit, sizes.pool_size))
+    block = block_bytes(sizes, page)
+    reserved = workspace.num_bytes + staging
+    model = ByteModel(
+        dcp_world_size=dcp,
+        interleave=interleave,
+        pool_size=sizes.pool_size,
+        record_bytes=RECORD.record_bytes,
+        local_heads=local_heads,
+        pool_topk=sizes.index_topk // sizes.pool_size,
+        a2a=dcp_comm_backend == "a2a",
+    )
+    chunk = min(max_num_batched_tokens, max_model_len)
+    layers = sizes.attention_layers
+
+    def row(context: int) -> ContextRow:
+        ckv, dcp_bytes = layers * model.gathered([context]), layers * model.ordinary(chunk)
+        pools = context // sizes.pool_size * (dcp - 1) // dcp
+        operations = layers * chunk * pools * max(sizes.index_heads, 32) * 128 * 2
+        return ContextRow(
+            context_tokens=context,
+            ckv_bytes=ckv,
+            dcp_bytes=dcp_bytes,
+            ckv_seconds=ckv / (link * 1e9),
+            dcp_seconds=dcp_bytes / (link * 1e9),
+            scoring_seconds=operations / (gpu.fp8_tflops * 1e12 * SCORING_EFFICIENCY),
+            fits=context <= limit,
+        )
+
+    def saves_time(context: int) -> bool:
+        at = row(context)
+        return at.ckv_seconds + at.scoring_seconds < at.dcp_seconds
+
+    contexts = [chunk]
+    while contexts[-1] * 2 < max_model_len:
+        contexts.append(contexts[-1] * 2)
+    if contexts[-1] != max_model_len:
+        contexts.append(max_model_len)
+    break_even = model.break_even(chunk)
+    low, high = 0, break_even + 1  # time is gained at low, or low is 0; not at high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if saves_time(middle) else (low, middle)
+    return Plan(
+        model=sizes,
+        gpu=gpu,
+        tp=tp,
+        dcp=dcp,
+        interleave=interleave,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        dcp_comm_backend=dcp_comm_backend,
+        link_gbps=link,
+        vllm_page_tokens=chosen,
+        page_tokens=page,
+        block_size_flag=flag,
+        limit_tokens=limit,
+        capacity_records=capacity,
+        workspace_bytes=workspace.num_bytes,
+        staging_bytes=staging,
+        # Query of all heads of the DCP group, its output, and what the combine sends and receives.
+        ordinary_peak_bytes=4 * chunk * local_heads * dcp * HEAD_BYTES,
+        kv_block_bytes=block,
+        kv_tokens_given_up=-(-reserved // block) * page * dcp,
+        break_even_bytes=break_even,
+        break_even_seconds=low,
+        rows=[row(context) for context in contexts],
+    )
+
+
+def _pays(context: int, chunk: int, limit: int) -> str:
+    if context < chunk:
+        return "never, not even for a prompt's first chunk"
+    if context >= limit:
+        return f"up to the limit of {limit:,} tokens"
+    return f"up to {context:,} tokens of context"
+
+
+def describe(plan: Plan) -> str:
+    """The text that people read."""
+    sizes = plan.model
+    chunk = plan.rows[0].context_tokens
+    page = f"{plan.page_tokens:,} tokens"
+    if plan.page_tokens != plan.vllm_page_tokens:
+        page += (
+            f"; vLLM's own {plan.vllm_page_tokens:,} would be refused: "
+            f"pass --block-size {plan.block_size_flag}"
+        )
+    reserved = plan.workspace_bytes + plan.staging_bytes
+    lines = [
+        f"{sizes.name}: {sizes.attention_layers} sparse MLA layers, {sizes.state_layers} KDA "
+        f"layers, {sizes.heads} heads; TP {plan.tp}, DCP {plan.dcp}, {plan.gpu.title}",
+        "",
+        f"page            {page}",
+        f"capacity        {plan.capacity_records:,} records/rank "
+        f"({plan.limit_tokens:,} visible tokens, {plan.max_num_seqs} requests)",
+        f"workspace       {size(reserved)}/GPU at most "
+        f"(ordinary prefill's own peak: {size(plan.ordinary_peak_bytes)})",
+        f"KV cache        {plan.kv_tokens_given_up:,} tokens given up, of all ranks together",
+        f"fewer bytes     {_pays(plan.break_even_bytes, chunk, plan.limit_tokens)}",
+        f"less time       {_pays(plan.break_even_seconds, chunk, plan.limit_tokens)}, "
+        f"estimated for {plan.link_gbps:g} GB/s",
+        "",
+        f"a chunk of {chunk:,} tokens, received by one rank in all layers:",
+    ]
+    table = [
+        ["context", "full-CKV", "ordinary DCP", "ratio", "ms", "+ scoring", "(DCP ms)", "path"]
+    ]
+    table += [
+        [
+            f"{row.context_tokens:,}",
+            size(row.ckv_bytes),
+            size(row.dcp_bytes),
+            f"{row.dcp_bytes / row.ckv_bytes:.1f}x",
+            f"{row.ckv_seconds * 1e3:.2f}",
+            f"{row.scoring_seconds * 1e3:.2f}",
+            f"{row.dcp_seconds * 1e3:.2f}",
+            "gather" if row.fits else "ordinary (limit)",
+        ]
+        for row in plan.rows
+    ]
+    return "\n".join(lines) + "\n" + format_table(table)
+
+
+def draw(plan: Plan, path: Path) -> None:
+    """Bytes of a chunk over context, both paths, to an image at ``path``.
+
+    Raises:
+        UsageError: matplotlib is not installed, or ``path`` cannot be written.
+    """
+    figure = new_figure()
+    axes = figure.subplots()
+    contexts = [row.context_tokens for row in plan.rows]
+    axes.plot(contexts, [row.dcp_bytes / 1e9 for row in plan.rows], "o-", label="ordinary DCP")
+    axes.plot(contexts, [row.ckv_bytes / 1e9 for row in plan.rows], "o-", label="full-CKV")
+    if plan.limit_tokens < contexts[-1]:
+        axes.axvline(plan.limit_tokens, linestyle=":", color="grey", label="capacity")
+    if contexts[0] <= plan.break_even_seconds < contexts[-1]:
+        label = f"break-even at {plan.link_gbps:g} GB/s"
+        axes.axvline(plan.break_even_seconds, linestyle="--", color="black", label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(contexts, [f"{context / 1024:g}k" for context in contexts])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("context (tokens)")
+    axes.set_ylabel(f"GB received per chunk of {contexts[0]:,} tokens")
+    axes.set_title(f"{plan.model.name}, TP {plan.tp}, DCP {plan.dcp}")
+    axes.legend()
+    save_figure(figure, path)
+
+
+def find_gpu(name: str | None) -> Gpu:
+    """The GPU called ``name``; None: this machine's, or :data:`DEFAULT_GPU` where there is none.
+
+    Raises:
+        UsageError: the name is unknown.
+    """
+    if name is not None:
+        if name.lower() not in GPUS:
+            raise UsageError(
+                f"--gpu {name} is not known: choose one of {', '.join(GPUS)}, the nearest by "
+                "family, and give your link's speed with --link-gbps"
+            )
+        return GPUS[name.lower()]
+    import torch
+
+    if not torch.cuda.is_available():
+        return GPUS[DEFAULT_GPU]
+    title = torch.cuda.get_device_name(0)
+    plain = title.lower().replace(" ", "-")
+    family = torch.cuda.get_device_capability(0)[0] * 10
+    near = [gpu for key, gpu in GPUS.items() if key in plain] or [
+        gpu for gpu in GPUS.values() if gpu.family == family
+    ]
+    known = near[0] if near else GPUS[DEFAULT_GPU]
+    return Gpu(title, family, known.link_gbps, known.fp8_tflops)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL_OR_CONFIG",
+        help="folder with a config.json, the file, or a name in the local Hugging Face cache",
+    )
+    parser.add_argument("--tp", type=int, default=4, help="--tensor-parallel-size (default: 4)")
+    parser.add_argument(
+        "--dcp", type=int, help="--decode-context-parallel-size (default: that of --tp)"
+    )
+    parser.add_argument("--max-model-len", type=int, help="default: the model's")
+    parser.add_argument("--max-num-seqs", type=int, default=256, help="default: 256")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=8192, help="default: 8192")
+    parser.add_argument(
+        "--interleave", type=int, default=4, help="--cp-kv-cache-interleave-size (default: 4)"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        help="VLLM_B12X_MLA_CKV_GATHER_MAX_TOKENS (default: unset)",
+    )
+    parser.add_argument("--block-size", type=int, help="default: vLLM's choice")
+    parser.add_argument("--dcp-comm-backend", choices=("ag_rs", "a2a"), default="ag_rs")
+    parser.add_argument("--num-speculative-tokens", type=int, default=0, help="of MTP")
+    parser.add_argument(
+        "--gpu", metavar="NAME", help=f"{', '.join(GPUS)} (default: this machine's)"
+    )
+    parser.add_argument(
+        "--link-gbps",
+        type=float,
+        help="GB/s that a GPU receives in an all-gather (default: half of the link's nominal)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan here")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw it, as .png or .svg")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command. Returns the exit status: 0, or 2 for input that cannot be planned."""
+    try:
+        sizes = read_model(arguments.model)
+        plan = make_plan(
+            sizes,
+            find_gpu(arguments.gpu),
+            tp=arguments.tp,
+            dcp=arguments.tp if arguments.dcp is None else arguments.dcp,
+            max_model_len=arguments.max_model_len or sizes.max_model_len,
+            max_num_seqs=arguments.max_num_seqs,
+            max_num_batched_tokens=arguments.max_num_batched_tokens,
+            interleave=arguments.interleave,
+            dcp_comm_backend=arguments.dcp_comm_backend,
+            link_gbps=arguments.link_gbps,
+            block_size=arguments.block_size,
+            max_tokens=arguments.max_tokens,
+            speculative_tokens=arguments.num_speculative_tokens,
+        )
+        if arguments.plot is not None:
+            draw(plan, arguments.plot)
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(asdict(plan), indent=1) + "\n")
+    except (OSError, ValueError) as error:
+        print(f"vllm-ckv plan: {error}")
+        return 2
+    print(describe(plan))
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``python -m vllm.entrypoints.ckv.plan``."""
+    parser = argparse.ArgumentParser(prog="vllm-ckv plan", description=__doc__)
+    add_arguments(parser)
+    return run(parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
