@@ -3,7 +3,8 @@
 
 ``pip install -e`` cannot do this: a package is found in one place only, and ``vllm`` is found in
 site-packages. This writes a small import hook into the running interpreter's site-packages; it
-answers only for modules this checkout has. Remove ``_ckv_dev.pth`` there to undo it.
+answers only for modules this checkout has, or the checkout that VLLM_CKV_DEV_ROOT names. Remove
+``_ckv_dev.pth`` there to undo it.
 """
 
 import sysconfig
@@ -14,7 +15,7 @@ import os
 import sys
 from importlib.util import spec_from_file_location
 
-ROOT = {root!r}
+ROOT = os.environ.get("VLLM_CKV_DEV_ROOT", {root!r})
 
 
 class CheckoutFinder:
