@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A gather of two ranks in one process, through one kernel provider, against float64.
+
+One request of a few hundred tokens. Both ranks' caches are written, packed into one rank-major
+buffer, unpacked, selected from and attended to by the provider; the answers are computed once more
+in float64 from the records' bytes, by code that shares nothing with a provider.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
+    FP8_DS_MLA,
+    INDEX_PAGE_BYTES,
+    INDEX_RECORD_BYTES,
+    POOLS_PER_INDEX_PAGE,
+    local_length,
+)
+from vllm.v1.attention.backends.mla.ckv_gather.layout import (
+    StagedLayout,
+    plan_index_pages,
+    plan_layout,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backends.mla.sparse_mla_kernels import SparseMLAKernels
+
+WORLD, INTERLEAVE, POOL, PAGE = 2, 4, 4, 256
+TOKENS, ROWS, HEADS, INDEX_HEADS, TOPK = 1003, 5, 8, 32, 64
+LATENT, KEY = 512, 128
+OUTPUT_LIMIT, LSE_LIMIT, SCORE_LIMIT = 2.0**-6, 1e-2, 1e-3
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """What was compared; differences are the largest, relative to the largest value.
+
+    records_equal: bytes of the gathered records against the caches they came from.
+    pools_equal: bytes of the unpacked index keys against an unsplit cache.
+    score_error: by how much a pool that was chosen is worse than one that was not.
+    output_error, lse_error: of attention.
+    """
+
+    records_equal: bool
+    pools_equal: bool
+    score_error: float
+    output_error: float
+    lse_error: float
+
+    @property
+    def failures(self) -> list[str]:
+        """What is wrong, in words; empty if nothing is. NaN differences fail."""
+        checks = (
+            (self.records_equal, "gathered records differ from the caches"),
+            (self.pools_equal, "gathered index keys differ from an unsplit cache"),
+            (self.score_error <= SCORE_LIMIT, f"selection is off by {self.score_error:.1e}"),
+            (self.output_error <= OUTPUT_LIMIT, f"attention is off by {self.output_error:.1e}"),
+            (self.lse_error <= LSE_LIMIT, f"log-sum-exps are off by {self.lse_error:.1e}"),
+        )
+        return [words for right, words in checks if not right]
+
+
+def _latents(records: torch.Tensor) -> torch.Tensor:
+    """(n, 528) uint8 on the CPU -> (n, 512) float64."""
+    values = records[:, :LATENT].contiguous().view(torch.float8_e4m3fn).double()
+    scales = records[:, LATENT:].contiguous().view(torch.float32).double()
+    return values * scales.repeat_interleave(LATENT // scales.shape[1], dim=1)
+
+
+def _keys(pages: torch.Tensor, count: int) -> torch.Tensor:
+    """(pages, 8448) uint8 planar pages on the CPU -> (count, 128) float64."""
+    planes = pages.reshape(pages.shape[0], INDEX_PAGE_BYTES)
+    keys = planes[:, : POOLS_PER_INDEX_PAGE * KEY].reshape(-1, KEY).contiguous()
+    scales = planes[:, POOLS_PER_INDEX_PAGE * KEY :].contiguous().view(torch.float32)
+    values = keys.view(torch.float8_e4m3fn).double() * scales.reshape(-1, 1).double()
+    return values[:count]
+
+
+def run_self_test(kernels: SparseMLAKernels, device: torch.device | str = "cpu") -> SelfTest:
+    """Run the gather through ``kernels`` on ``device``; takes well under a second once compiled."""
+    draw = torch.Generator().manual_seed(5)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw)
+
+    def move(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return tensor.to(device=device, dtype=dtype)
+
+    tokens = torch.arange(TOKENS)
+    owner = tokens // INTERLEAVE % WORLD
+    place = tokens // (INTERLEAVE * WORLD) * INTERLEAVE + tokens % INTERLEAVE
+    pages = -(-local_length(TOKENS, 0, dcp_world_size=WORLD, interleave=INTERLEAVE) // PAGE)
+    # Physical pages in reverse order, so that a table that is not read shows.
+    table = torch.arange(pages - 1, -1, -1)
+    lengths = torch.tensor([TOKENS])
+    layout = plan_layout(lengths, dcp_world_size=WORLD, interleave=INTERLEAVE)
+    pool_layout = plan_layout(lengths // POOL, dcp_world_size=WORLD, interleave=INTERLEAVE // POOL)
+    staged = StagedLayout.stage(layout, device)
+    staged_pools = StagedLayout.stage(pool_layout, device)
+
+    latents = move(normal(TOKENS, LATENT), torch.bfloat16)
+    width = FP8_DS_MLA.record_bytes
+    records = torch.zeros((WORLD * layout.padded, width), dtype=torch.uint8, device=device)
+    kept = torch.zeros((TOKENS, width), dtype=torch.uint8)
+    page_table = move(table[None], torch.int32)
+    for rank in range(WORLD):
+        cache = torch.zeros((pages, PAGE, width), dtype=torch.uint8, device=device)
+        slots = torch.where(owner == rank, table[place // PAGE] * PAGE + place % PAGE, -1)
+        kernels.write_records(latents, cache, move(slots))
+        span = records[rank * layout.padded : (rank + 1) * layout.padded]
+        kernels.pack_records(cache, page_table, staged.local_lens[rank], staged.starts[rank], span)
+        mine = owner == rank
+        kept[mine] = cache.cpu().flatten(0, 1)[slots[mine]]
+
+    pools = TOKENS // POOL
+    k, gate = (move(normal(TOKENS, KEY), torch.bfloat16) for _ in range(2))
+    ape = move(normal(POOL, KEY), torch.float32)
+    gathered = torch.zeros(
+        (WORLD * pool_layout.padded, INDEX_RECORD_BYTES), dtype=torch.uint8, device=device
+    )
+    page_starts, num_pages = plan_index_pages(lengths // POOL)
+    index_shape = (num_pages, POOLS_PER_INDEX_PAGE, INDEX_RECORD_BYTES)
+    bounds = move(torch.tensor([0, TOKENS]), torch.int32)
+    ends = tokens % POOL == POOL - 1
+
+    def write_pools(slots: torch.Tensor) -> torch.Tensor:
+        cache = torch.zeros(index_shape, dtype=torch.uint8, device=device)
+        nothing = move(torch.full_like(slots, -1))
+        kernels.write_pools(k, gate, ape, cache, move(slots), None, nothing, move(tokens), bounds)
+        return cache
+
+    unsplit = write_pools(torch.where(ends, tokens // POOL, -1))
+    index_table = move(torch.arange(num_pages)[None], torch.int32)
+    for rank in range(WORLD):
+        cache = write_pools(torch.where(ends & (owner == rank), place // POOL, -1))
+        span = gathered[rank * pool_layout.padded : (rank + 1) * pool_layout.padded]
+        kernels.pack_pools(
+            cache, index_table, staged_pools.local_lens[rank], staged_pools.starts[rank], span
+        )
+    unpacked = torch.zeros((num_pages, INDEX_PAGE_BYTES), dtype=torch.uint8, device=device)
+    kernels.unpack_pools(
+        gathered,
+        staged_pools.starts,
+        staged_pools.seq_lens,
+        INTERLEAVE // POOL,
+        unpacked,
+        move(page_starts, torch.int32),
+    )
+
+    index_query = normal(ROWS, INDEX_HEADS, KEY).to(torch.float8_e4m3fn)
+    weights = normal(ROWS, INDEX_HEADS)
+    positions = TOKENS - ROWS + torch.arange(ROWS)
+    visible = (positions + 1) // POOL
+    row_of = move(torch.zeros(ROWS), torch.int32)
+    chosen, _ = kernels.select_pools(
+        move(index_query),
+        move(weights),
+        unpacked.view(index_shape),
+        index_table,
+        row_of,
+        move(visible, torch.int32),
+        TOPK,
+    )
+    selection = kernels.expand_pools(chosen, move(positions), POOL, TOPK * POOL + POOL - 1)
+    counts = torch.zeros(ROWS, dtype=torch.int32, device=device)
+    rows = kernels.remap(
+        selection, row_of, staged.starts, layout.padded, WORLD, INTERLEAVE, counts=counts
+    )
+    query = move(normal(ROWS, HEADS, LATENT), torch.bfloat16)
+    scale = LATENT**-0.5
+    out, lse = kernels.attend(query, records, rows, counts, scale)
+
+    # From here on float64, from bytes.
+    flat = records.cpu()
+    packed = torch.stack([flat[int(owner[t]) * layout.padded + int(place[t])] for t in tokens])
+    keys = _keys(unsplit.cpu(), pools)
+    similar = torch.einsum("thd,pd->thp", index_query.double(), keys).relu()
+    scores = torch.einsum("thp,th->tp", similar, weights.double())
+    score_error = output_error = lse_error = 0.0
+    values = _latents(kept)
+    for row in range(ROWS):
+        count = int(visible[row])
+        ids = chosen[row].cpu().long()
+        ids = ids[ids >= 0]
+        rest = torch.ones(count, dtype=torch.bool)
+        rest[ids] = False
+        if ids.unique().numel() != min(TOPK, count):
+            score_error = float("inf")
+            continue
+        worst, best = scores[row, ids].min(), scores[row, :count][rest].max()
+        largest = scores[row, :count].abs().max()
+        score_error = max(score_error, float((best - worst) / largest))
+        tail = torch.arange(count * POOL, int(positions[row]) + 1)
+        seen = torch.cat([(ids[:, None] * POOL + torch.arange(POOL)).flatten(), tail])
+        logits = query[row].cpu().double() @ values[seen].T * scale
+        exact = logits.softmax(dim=1) @ values[seen]
+        off = (out[row].cpu().double() - exact).abs().max() / exact.abs().max()
+        output_error = max(output_error, float(off.nan_to_num(float("inf"))))
+        off = (lse[row].cpu().double() - logits.logsumexp(dim=1)).abs().max()
+        lse_error = max(lse_error, float(off.nan_to_num(float("inf"))))
+    return SelfTest(
+        records_equal=torch.equal(packed, kept),
+        pools_equal=torch.equal(_keys(unpacked.cpu(), pools), keys),
+        score_error=score_error,
+        output_error=output_error,
+        lse_error=lse_error,
+    )
