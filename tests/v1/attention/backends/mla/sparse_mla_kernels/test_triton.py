@@ -80,28 +80,28 @@ SIZES = {
 
 
 @on_gpu
-def test_pages_beyond_two_to_the_31_bytes(kernels):
-    page_size, stride, pages = 2304, 2304 * 561, 5000
-    assert 4999 * stride > 2**32
+def test_pages_beyond_two_to_the_31_words(kernels):
+    page_size, stride, pages = 2304, 2304 * 561, 7000
+    assert 6999 * stride > 2**33
     memory = torch.empty(pages * stride, dtype=torch.uint8, device="cuda")
     cache = memory.as_strided((pages, page_size, RECORD), (stride, RECORD, 1))
     latents = torch.randn(3, 512, device="cuda").bfloat16()
-    slots = ints([1700 * page_size + 5, 4999 * page_size + 2303, -1], torch.int64)
+    slots = ints([1700 * page_size + 5, 6999 * page_size + 2303, -1], torch.int64)
     kernels.write_records(latents, cache, slots)
     want = ref.quantize_records(latents[:2].cpu())
     assert torch.equal(cache[1700, 5].cpu(), want[0])
-    assert torch.equal(cache[4999, 2303].cpu(), want[1])
+    assert torch.equal(cache[6999, 2303].cpu(), want[1])
     out = torch.full((page_size + 6, RECORD), 0x5A, dtype=torch.uint8, device="cuda")
-    kernels.pack_records(cache, ints([[4999, 1700]]), ints([page_size + 6]), ints([0]), out)
+    kernels.pack_records(cache, ints([[6999, 1700]]), ints([page_size + 6]), ints([0]), out)
     assert torch.equal(out[-1].cpu(), want[0]) and torch.equal(out[2303].cpu(), want[1])
 
     # Attention over flat rows of the same cache, and the rows themselves.
     flat = memory.as_strided((pages * 561 * 2304 // RECORD, RECORD), (RECORD, 1))
     block_rows = stride // RECORD
-    tokens = ints([[2303 + page_size * 4999, 5 + page_size * 1700, -1]])
+    tokens = ints([[2303 + page_size * 6999, 5 + page_size * 1700, -1]])
     table = torch.arange(pages, dtype=torch.int32, device="cuda").unsqueeze(0)
     rows, counts = kernels.filter_local(tokens, ints([0]), table, block_rows, page_size, 0, 1, 4)
-    assert rows[0].tolist() == [4999 * block_rows + 2303, 1700 * block_rows + 5, -1]
+    assert rows[0].tolist() == [6999 * block_rows + 2303, 1700 * block_rows + 5, -1]
     q = torch.randn(1, 16, 512, device="cuda").bfloat16()
     got, lse = kernels.attend(q, flat, rows, counts, 0.05)
     small = ref.TorchReferenceKernels().attend(
@@ -110,24 +110,24 @@ def test_pages_beyond_two_to_the_31_bytes(kernels):
     torch.testing.assert_close(got.cpu().float(), small[0].float(), rtol=2**-7, atol=1e-3)
     torch.testing.assert_close(lse.cpu(), small[1], rtol=1e-4, atol=1e-4)
 
-    # Index pages: 5,000 with the same stride, the last two in use.
+    # Index pages: 7,000 with the same stride, the last two in use.
     index = memory.as_strided((pages, PLACES, INDEX), (stride, INDEX, 1))
     records = torch.randint(0, 120, (128, INDEX), dtype=torch.uint8)
     records[:, 128:] = torch.ones(128, 1).view(torch.uint8)
-    for n, page in enumerate((4999, 1701)):
+    for n, page in enumerate((6999, 1701)):
         flat_page = memory[page * stride : page * stride + PAGE_BYTES]
         mine = records[n * PLACES : (n + 1) * PLACES]
         flat_page[:8192] = mine[:, :128].flatten().cuda()
         flat_page[8192:] = mine[:, 128:].flatten().cuda()
     packed = torch.zeros(128, INDEX, dtype=torch.uint8, device="cuda")
-    kernels.pack_pools(index, ints([[4999, 1701]]), ints([128]), ints([0]), packed)
+    kernels.pack_pools(index, ints([[6999, 1701]]), ints([128]), ints([0]), packed)
     assert torch.equal(packed.cpu(), records)
     q8 = torch.randn(1, 4, 128).to(torch.float8_e4m3fn)
     args = (torch.ones(1, 4), torch.tensor([0]).int(), torch.tensor([128]).int())
     ids, _ = kernels.select_pools(
-        q8.cuda(), args[0].cuda(), index, ints([[4999, 1701]]), args[1].cuda(), args[2].cuda(), 16
+        q8.cuda(), args[0].cuda(), index, ints([[6999, 1701]]), args[1].cuda(), args[2].cuda(), 16
     )
-    pages_cpu = torch.stack([index[4999].cpu(), index[1701].cpu()])
+    pages_cpu = torch.stack([index[6999].cpu(), index[1701].cpu()])
     want_ids, _ = ref.TorchReferenceKernels().select_pools(
         q8, args[0], pages_cpu, torch.tensor([[0, 1]]).int(), args[1], args[2], 16
     )
@@ -138,14 +138,14 @@ def test_pages_beyond_two_to_the_31_bytes(kernels):
         k,
         torch.zeros(4, 128, device="cuda"),
         index,
-        ints([-1, -1, -1, 4998 * PLACES + 63], torch.int64),
+        ints([-1, -1, -1, 6998 * PLACES + 63], torch.int64),
         None,
         ints([-1] * 4, torch.int64),
         ints([0, 1, 2, 3], torch.int64),
         ints([0, 4]),
     )
     want = ref.compress_pools(k.cpu()[None], k.cpu()[None], torch.zeros(4, 128))[0]
-    page = memory[4998 * stride : 4998 * stride + PAGE_BYTES].cpu()
+    page = memory[6998 * stride : 6998 * stride + PAGE_BYTES].cpu()
     assert torch.equal(page[63 * 128 : 64 * 128], want[:128])
     assert torch.equal(page[-4:], want[128:])
 
@@ -175,7 +175,7 @@ def test_more_rows_than_a_grid_dimension_holds(kernels):
 
 @on_gpu
 def test_a_hundred_runs_give_the_same_bits(kernels):
-    rows, pools, heads = 400, 5000, 32
+    rows, pools, heads = 600, 5000, 32
     records = torch.randint(0, 120, (-(-pools // PLACES), PAGE_BYTES), dtype=torch.uint8)
     records[:, 8192:] = torch.ones(records.shape[0], PLACES).view(torch.uint8)
     # Every key occurs many times: equal scores, whose order must not depend on timing.
@@ -207,7 +207,8 @@ def test_a_hundred_runs_give_the_same_bits(kernels):
         results += kernels.attend(q, latents, tokens, lengths, 0.04, scratch=scratch)
         if first is None:
             first = results
-            assert torch.equal(merged, ids)
+            # All candidates fit, so that merging brings them into ascending order.
+            assert torch.equal(merged, ids.sort(1).values)
         assert all(torch.equal(a, b) for a, b in zip(first, results, strict=True))
 
 

@@ -40,9 +40,14 @@ _DEEPGEMM_BYTES = 128 << 20
 _DEEPGEMM_KEYS = 131_072
 """Keys that fit the buffer DeepGEMM reads them from: 512K tokens, 16.5 MiB."""
 _DEEPGEMM_ROWS = 512
+_VLLM_TOPK = 512
+"""The number of pools vLLM calls its top-k with."""
+_SETTLE_BLOCK = 2048
 _PARTIAL_BYTES = 16 << 20
+_PACK_ROWS = 8
+_ROW_BLOCK, _ROW_WARPS = 512, 4
 _TOPK_BLOCKS = (2048, 8192)
-_TOPK_WARPS = {2048: 4, 8192: 8}
+_TOPK_WARPS = {2048: 4, 8192: 4}
 _ORDER_WARPS = 4
 _LOGITS_LAUNCH = {"num_warps": 4, "num_stages": 4}
 _STRIP = 2048
@@ -486,10 +491,13 @@ def _spread_keys_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["rows", "limit"], do_not_specialize_on_alignment=["req_id", "counts"]
+    do_not_specialize=["rows", "limit"],
+    do_not_specialize_on_alignment=["req_id", "counts", "begins", "ends", "zeros", "lengths"],
 )
-def _key_bounds_kernel(req_id, counts, begins, ends, rows, limit, BLOCK: tl.constexpr):
-    """First and one past the last of the contiguous keys that each row sees."""
+def _key_bounds_kernel(
+    req_id, counts, begins, ends, zeros, lengths, rows, limit, BLOCK: tl.constexpr
+):
+    """Where each row's keys begin and end among the contiguous ones, and its scores in a row."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     request = tl.load(req_id + row, mask=row < rows, other=-1)
     count = tl.minimum(tl.load(counts + row, mask=row < rows, other=0), limit)
@@ -497,6 +505,8 @@ def _key_bounds_kernel(req_id, counts, begins, ends, rows, limit, BLOCK: tl.cons
     begin = tl.maximum(request, 0) * limit
     tl.store(begins + row, begin, mask=row < rows)
     tl.store(ends + row, begin + count, mask=row < rows)
+    tl.store(zeros + row, 0, mask=row < rows)
+    tl.store(lengths + row, count, mask=row < rows)
 
 
 @triton.jit
@@ -713,6 +723,75 @@ def _merge_kernel(
     tl.store(out_counts + row, total)
 
 
+@triton.jit(
+    do_not_specialize=["logits_stride", "row0", "limit"],
+    do_not_specialize_on_alignment=["req_id", "counts"],
+)
+def _settle_kernel(
+    logits,
+    logits_stride,
+    chosen,
+    ties,
+    req_id,
+    counts,
+    limit,
+    row0,
+    out_scores,
+    out_ids,
+    TOPK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A set of best pools in any order, with any of equal ones -> the contract's choice and order.
+
+    The least chosen score is right whichever of its pools was taken. If the row has more pools of
+    that score than were chosen, the lowest ids take their places.
+    """
+    row = tl.program_id(0)
+    count = tl.minimum(tl.load(counts + row0 + row), limit)
+    count = tl.where(tl.load(req_id + row0 + row) >= 0, tl.maximum(count, 0), 0)
+    place = tl.arange(0, SLOTS)
+    source = logits + row.to(tl.int64) * logits_stride
+    target = (row0 + row).to(tl.int64) * TOPK + place
+    if count <= TOPK:
+        score = tl.load(source + place, mask=place < count, other=float("-inf"))
+        tl.store(out_ids + target, tl.where(place < count, place, -1), mask=place < TOPK)
+        tl.store(out_scores + target, score, mask=place < TOPK)
+    else:
+        live = place < TOPK
+        spot = row.to(tl.int64) * TOPK + place
+        index = tl.load(chosen + spot, mask=live, other=0)
+        key = _sortable(tl.load(source + index, mask=live, other=0.0))
+        least = tl.min(tl.where(live, key, _INT32_MAX), axis=0)
+        reach = tl.zeros([BLOCK], tl.int32)
+        for base in range(0, count, BLOCK):
+            column = base + tl.arange(0, BLOCK)
+            inside = column < count
+            other = _sortable(tl.load(source + column, mask=inside, other=0.0))
+            reach += (inside & (other >= least)).to(tl.int32)
+        if tl.sum(reach, axis=0) > TOPK:
+            found = 0
+            for base in range(0, count, BLOCK):
+                column = base + tl.arange(0, BLOCK)
+                inside = column < count
+                other = _sortable(tl.load(source + column, mask=inside, other=0.0))
+                equal = (inside & (other == least)).to(tl.int32)
+                order = found + tl.cumsum(equal, axis=0) - 1
+                spare = (equal == 1) & (order < TOPK)
+                tl.store(ties + row.to(tl.int64) * TOPK + order, column, mask=spare)
+                found += tl.sum(equal, axis=0)
+            tl.debug_barrier()
+            last = (live & (key == least)).to(tl.int32)
+            order = tl.cumsum(last, axis=0) - 1
+            tied = tl.load(ties + row.to(tl.int64) * TOPK + order, mask=last == 1, other=0)
+            index = tl.where(last == 1, tied, index)
+        both = (key.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+        both = tl.sort(tl.where(live, both, -0x7FFFFFFFFFFFFFFF), descending=True)
+        index = 0x7FFFFFFF - (both & 0x7FFFFFFF).to(tl.int32)
+        tl.store(out_ids + target, index, mask=live)
+        tl.store(out_scores + target, _unsortable((both >> 32).to(tl.int32)), mask=live)
+
+
 @triton.jit(do_not_specialize=["stride", "row0"], do_not_specialize_on_alignment=["counts"])
 def _order_kernel(
     scores,
@@ -827,7 +906,14 @@ def _remap_kernel(
         token = tl.where(valid, token, 0)
         rank = token // INTERLEAVE % WORLD
         local = token // (INTERLEAVE * WORLD) * INTERLEAVE + token % INTERLEAVE
-        begin = tl.load(starts + rank * starts_stride + request, mask=valid, other=0)
+        if WORLD <= 8:
+            # A few selections cost less than a gather.
+            begin = tl.zeros([BLOCK], tl.int32)
+            for other in tl.static_range(WORLD):
+                here = tl.load(starts + other * starts_stride + request, mask=known, other=0)
+                begin = tl.where(rank == other, here, begin)
+        else:
+            begin = tl.load(starts + rank * starts_stride + request, mask=valid, other=0)
         found = tl.where(valid, rank * padded + begin + local, -1)
         tl.store(out + row * out_stride + column, found, mask=column < width)
         total += valid.to(tl.int32)
@@ -1173,6 +1259,11 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((4,), (1,)).view(torch.int32)
 
 
+def _row_block(width: int) -> int:
+    """Columns of one step of a program that owns a row: all of them, up to a limit."""
+    return min(_ROW_BLOCK, max(128, triton.next_power_of_2(width)))
+
+
 def _check_inner(**tensors: torch.Tensor) -> None:
     for name, tensor in tensors.items():
         _check(
@@ -1208,6 +1299,18 @@ def _deepgemm():
     from vllm.utils.deep_gemm import fp8_fp4_mqa_logits, is_deep_gemm_supported
 
     return fp8_fp4_mqa_logits if is_deep_gemm_supported() else None
+
+
+@cache
+def _vllm_topk():
+    """vLLM's compiled top-k of a row: the right scores, in no order, with any of equal ones."""
+    if _INTERPRETED:
+        return None
+    try:
+        from vllm import _custom_ops as ops
+    except ImportError:
+        return None
+    return ops.top_k_per_row_prefill
 
 
 def _flashmla_heads(heads: int) -> int:
@@ -1303,7 +1406,7 @@ class TritonKernels:
         rows, requests = out.shape[0], local_lens.shape[0]
         if not rows or not requests:
             return
-        per_program = 32 if planar else 16
+        per_program = 32 if planar else _PACK_ROWS
         _pack_kernel[(triton.cdiv(rows, per_program),)](
             _words(cache),
             block_table,
@@ -1450,16 +1553,23 @@ class TritonKernels:
             for name in ("candidates", "more candidates")
         ]
         half = candidates[0].numel() // 2
-        chunk = min(rows, half // (blocks * slots))
-        score = self._deepgemm_scorer(
-            q_fp8, weights, index_pages, page_table, req_id, pool_counts, limit, chunk
+        # With about one row a request there is nothing to share between neighbouring rows.
+        decoding = rows <= 2 * page_table.shape[0]
+        # vLLM's selection gives a row one program, which suits many rows.
+        compiled_topk = _vllm_topk() if topk == _VLLM_TOPK and not decoding else None
+        chunk = candidates[0].numel() // slots if compiled_topk else half // (blocks * slots)
+        chunk = min(rows, chunk)
+        bounds = torch.empty((4, rows), dtype=torch.int32, device=device)
+        _key_bounds_kernel[(triton.cdiv(rows, 256),)](
+            req_id, pool_counts, *bounds, rows, limit, BLOCK=256, num_warps=4
         )
+        score = self._deepgemm_scorer(q_fp8, weights, index_pages, page_table, bounds, limit, chunk)
         if score is not None:
             chunk = min(chunk, _DEEPGEMM_BYTES // (limit * 4))
         else:
             chunk = min(chunk, _LOGITS_BYTES // (limit * 4))
             score = self._triton_scorer(
-                q_fp8, weights, index_pages, page_table, req_id, pool_counts, limit
+                q_fp8, weights, index_pages, page_table, req_id, pool_counts, limit, decoding
             )
         _check(
             chunk > 0,
@@ -1469,6 +1579,35 @@ class TritonKernels:
         for row0 in range(0, rows, chunk):
             count = min(chunk, rows - row0)
             logits = score(row0, count)
+            if compiled_topk:
+                chosen = candidates[0].view(torch.int32)[: count * topk].view(count, topk)
+                compiled_topk(
+                    logits,
+                    bounds[2, row0 : row0 + count],
+                    bounds[3, row0 : row0 + count],
+                    chosen,
+                    count,
+                    logits.stride(0),
+                    logits.stride(1),
+                    topk,
+                )
+                _settle_kernel[(count,)](
+                    logits,
+                    logits.stride(0),
+                    chosen,
+                    candidates[1].view(torch.int32),
+                    req_id,
+                    pool_counts,
+                    limit,
+                    row0,
+                    scores,
+                    pool_ids,
+                    TOPK=topk,
+                    SLOTS=slots,
+                    BLOCK=_SETTLE_BLOCK,
+                    num_warps=4,
+                )
+                continue
             level, width, step, parts = 1, logits.stride(0), block, blocks
             source_scores, source_ids, turn = logits, None, 0
             while True:
@@ -1513,12 +1652,13 @@ class TritonKernels:
             )
         return pool_ids, scores
 
-    def _triton_scorer(self, q_fp8, weights, pages, page_table, req_id, pool_counts, limit):
+    def _triton_scorer(
+        self, q_fp8, weights, pages, page_table, req_id, pool_counts, limit, decoding
+    ):
         """A function of (first row, rows) that returns their scores, in the reserved buffer."""
-        rows, heads = q_fp8.shape[:2]
+        heads = q_fp8.shape[1]
         logits = self._reserve("logits", _LOGITS_BYTES, q_fp8.device).view(torch.float32)
-        # With about one row a request there is nothing to share between neighbouring rows.
-        per_tile = 1 if rows <= 2 * page_table.shape[0] else 4
+        per_tile = 1 if decoding else 4
         head_slots = max(triton.next_power_of_2(heads), 16 if per_tile == 1 else 4)
 
         def score(row0: int, count: int) -> torch.Tensor:
@@ -1549,15 +1689,13 @@ class TritonKernels:
 
         return score
 
-    def _deepgemm_scorer(
-        self, q_fp8, weights, pages, page_table, req_id, pool_counts, limit, chunk
-    ):
+    def _deepgemm_scorer(self, q_fp8, weights, pages, page_table, bounds, limit, chunk):
         """The same through DeepGEMM, or None where that is not possible or not faster.
 
         DeepGEMM allocates the scores itself; the bound is ours.
         """
         requests, columns = page_table.shape
-        rows, heads = q_fp8.shape[:2]
+        heads = q_fp8.shape[1]
         keys = requests * limit
         if (
             _deepgemm() is None
@@ -1572,8 +1710,6 @@ class TritonKernels:
         buffer = self._reserve("keys", _DEEPGEMM_KEYS * INDEX_RECORD_BYTES, device)
         key = buffer[: keys * INDEX_DIM].view(torch.float8_e4m3fn).view(keys, INDEX_DIM)
         scale = buffer[_DEEPGEMM_KEYS * INDEX_DIM :].view(torch.float32)[:keys]
-        begins = torch.empty(rows, dtype=torch.int32, device=device)
-        ends = torch.empty(rows, dtype=torch.int32, device=device)
         _spread_keys_kernel[(requests * columns,)](
             _words(pages),
             pages.shape[0],
@@ -1586,9 +1722,6 @@ class TritonKernels:
             WORDS=INDEX_DIM // 4,
             num_warps=4,
         )
-        _key_bounds_kernel[(triton.cdiv(rows, 256),)](
-            req_id, pool_counts, begins, ends, rows, limit, BLOCK=256, num_warps=4
-        )
 
         def score(row0: int, count: int) -> torch.Tensor:
             end = row0 + count
@@ -1596,8 +1729,8 @@ class TritonKernels:
                 (q_fp8[row0:end], None),
                 (key, scale),
                 weights[row0:end],
-                begins[row0:end],
-                ends[row0:end],
+                bounds[0, row0:end],
+                bounds[1, row0:end],
                 limit,
             )
 
@@ -1720,8 +1853,8 @@ class TritonKernels:
                 WORLD=dcp_world_size,
                 INTERLEAVE=interleave,
                 COUNT=counts is not None,
-                BLOCK=1024,
-                num_warps=4,
+                BLOCK=_row_block(width),
+                num_warps=_ROW_WARPS,
             )
         return out
 
@@ -1756,8 +1889,8 @@ class TritonKernels:
                 width,
                 WORLD=dcp_world_size,
                 INTERLEAVE=interleave,
-                BLOCK=1024,
-                num_warps=4,
+                BLOCK=_row_block(width),
+                num_warps=_ROW_WARPS,
             )
         return out, counts
 
@@ -1918,8 +2051,14 @@ class TritonKernels:
         width: int,
         dcp_world_size: int,
         interleave: int,
+        page_size: int = POOLS_PER_INDEX_PAGE,
+        record_bytes: int = FP8_RECORD_BYTES,
+        scale: float = 1.0,
     ) -> None:
-        """See :meth:`SparseMLAKernels.warm_up`."""
+        """See :meth:`SparseMLAKernels.warm_up`. No heads: nothing is warmed up for that operation.
+
+        One program serves every page size and scale.
+        """
         world, pool_interleave = dcp_world_size, max(1, interleave // pool_size)
 
         def ints(*shape: int, fill: int = 0, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -1964,7 +2103,7 @@ class TritonKernels:
         )
 
         # Selection: both tile heights, every block size, one and several passes.
-        for rows in (1, 8):
+        for rows in (1, 8) if index_heads else ():
             q_fp8 = octets(rows, index_heads, INDEX_DIM).view(torch.float8_e4m3fn)
             weights = torch.zeros(rows, index_heads, device=device)
             for pools in (1, _TOPK_BLOCKS[0] + 1, _TOPK_BLOCKS[1] + 1):
@@ -1972,7 +2111,7 @@ class TritonKernels:
                 self.select_pools(
                     q_fp8, weights, index_cache, pages, ints(rows), ints(rows, fill=1), topk
                 )
-        if _deepgemm() is not None:
+        if index_heads and _deepgemm() is not None:
             # A peak that the memory profiler has to know of.
             octets(_DEEPGEMM_BYTES)
             rows = _DEEPGEMM_ROWS
