@@ -7,12 +7,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from vllm.entrypoints.ckv import doctor, plan, verify
+from vllm.entrypoints.ckv import bench, doctor, plan, verify
 
 _COMMANDS = (
     ("verify", verify, "run the real engine with and without the gather and compare"),
     ("plan", plan, "show what the gather costs and saves for a model and its flags"),
     ("doctor", doctor, "report versions, flags, hardware and what would go wrong here"),
+    ("bench", bench, "measure prefill with the gather on and off"),
 )
 
 
