@@ -24,15 +24,16 @@ $(VENV)/bin/python:
 
 # The small environment violates vLLM's own torch pin on purpose: hence --no-deps, and hence the
 # constraint file, without which a later call would replace the CPU build of torch by a CUDA one.
-$(ENGINE): requirements/cpu.txt requirements/dev.txt | $(VENV)/bin/python
+$(ENGINE): requirements/cpu.txt requirements/b12x.txt requirements/dev.txt | $(VENV)/bin/python
 	$(PIP) install -r requirements/dev.txt
 ifeq ($(HAS_GPU),1)
-	$(PIP) install vllm==0.33.0
+	$(PIP) install 'vllm[b12x]==0.33.0'
 else
 	$(PIP) install torch==2.13.0+cpu 2>/dev/null || $(PIP) install torch==2.13.0
 	$(PIP) freeze | grep '^torch==' > $(VENV)/torch-pin.txt
 	$(PIP) install -c $(VENV)/torch-pin.txt -r requirements/cpu.txt
 	$(PIP) install --no-deps vllm==0.33.0 compressed-tensors==0.17.0 b12x==1.5.1
+	$(PIP) install --no-deps -r requirements/b12x.txt
 endif
 	touch $@
 

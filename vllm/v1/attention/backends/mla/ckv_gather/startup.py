@@ -179,6 +179,9 @@ def run_everything_once(
         width=shapes.width,
         dcp_world_size=world,
         interleave=geometry.interleave,
+        page_size=geometry.page_size,
+        record_bytes=geometry.record.record_bytes,
+        scale=shapes.scale,
     )
     for num_tokens in dict.fromkeys((1, largest)):
         batch = _Batch(shapes, num_tokens, device)

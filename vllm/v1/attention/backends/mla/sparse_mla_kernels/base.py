@@ -71,6 +71,9 @@ class SparseMLAKernels(Protocol):
         width: int,
         dcp_world_size: int,
         interleave: int,
+        page_size: int,
+        record_bytes: int,
+        scale: float,
     ) -> None:
         """Compile every kernel that serving uses and allocate what the provider keeps.
 
@@ -87,6 +90,12 @@ class SparseMLAKernels(Protocol):
             width: columns of a token list.
             dcp_world_size: N.
             interleave: I, tokens.
+            page_size: P of the latent cache.
+            record_bytes: bytes of a latent record.
+            scale: softmax scale of :meth:`attend`.
+
+        Raises:
+            ValueError: the provider has no kernel for one of the sizes. The message has both.
         """
         ...
 

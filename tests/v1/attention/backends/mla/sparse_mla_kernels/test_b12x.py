@@ -1,0 +1,496 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The b12x provider against the installed package, on a CPU.
+
+The package's own plans, scratch layouts, checks and reference functions run here; its kernels do
+not, they need compute capability 12.x. They are compiled for it (slowly, in a process of their
+own), and a torch emulation that promises no more than the package stands in for them.
+"""
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm.v1.attention.backends.mla.sparse_mla_kernels import SparseMLAKernels
+from vllm.v1.attention.backends.mla.sparse_mla_kernels import torch_reference as ref
+
+pytest.importorskip("b12x")
+pytest.importorskip("cutlass")
+from vllm.v1.attention.backends.mla.sparse_mla_kernels import b12x as provider
+
+
+def load(name, path):
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules.setdefault(name, importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(module)
+    return module
+
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[5]
+emulation = load("b12x_emulation", HERE / "b12x_emulation.py")
+CPU, CUDA0 = torch.device("cpu"), torch.device("cuda", 0)
+RECORD, INDEX, PLACES, PAGE_BYTES = 528, 132, 64, 8448
+SCALE = 256**-0.5
+GLM = {
+    "page_size": 2304,
+    "record_bytes": RECORD,
+    "head_counts": (16, 64),
+    "index_heads": 32,
+    "topk": 512,
+    "width": 2051,
+    "scale": SCALE,
+}
+
+
+def int32(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.fixture(scope="module")
+def warm():
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        fake = emulation.Emulation()
+        kernels = provider.B12xKernels(ref.TorchReferenceKernels())
+        fake.attach(kernels, monkeypatch).warm_up(
+            CPU, pool_size=4, dcp_world_size=4, interleave=4, **GLM
+        )
+        assert not fake.log
+        yield kernels, fake
+
+
+@pytest.fixture
+def started(warm):
+    """A provider at TP4/DCP4 sizes that has been warmed up, and what it launches on."""
+    torch.manual_seed(0)
+    warm[1].log.clear()
+    return warm
+
+
+def test_satisfies_the_protocol():
+    assert isinstance(provider.B12xKernels(ref.TorchReferenceKernels()), SparseMLAKernels)
+
+
+# The package's contract
+
+
+def test_the_package_is_the_one_the_provider_is_written_for():
+    from importlib.metadata import version
+
+    assert version("b12x") == "1.5.1"
+    assert version("nvidia-cutlass-dsl") == "4.8.0"
+
+
+@pytest.mark.parametrize(("record", "name"), [(528, "fp8"), (304, "nvfp4")])
+@pytest.mark.parametrize("mode", ["decode", "extend"])
+def test_attention_capacities(record, name, mode):
+    sizes = provider.Sizes(**GLM | {"record_bytes": record})
+    caps = provider.attention_caps(sizes, CUDA0, heads=16, rows=8, mode=mode)
+    assert caps.cache_record_bytes == record and caps.kv_dtype == torch.uint8
+    assert (caps.head_dim, caps.v_head_dim, caps.max_width) == (512, 512, 2051)
+    assert caps.softmax_scale == SCALE and caps.return_lse
+    assert caps.lse_scale == ("natural" if mode == "decode" else "base2")
+    assert caps.latent_scale_per_token == (name == "nvfp4")
+
+
+def test_scratch_of_every_plan_is_bounded_and_one_buffer_holds_all():
+    plans = provider.declare(provider.Sizes(**GLM | {"head_counts": (8, 16, 32, 64)}), CPU)
+    needs = {name: provider._scratch_bytes(plan) for name, plan in plans.names()}
+    assert len(needs) == 4 * 10 + 3
+    assert max(needs.values()) < 65 << 20
+    # 16 heads: out and log-sum-exp of 3,840 rows, then alignment.
+    assert 0 <= needs["extend/16 heads/3840 rows"] - 3840 * 16 * 1028 <= 3 * 1024
+    # Partial results of 33 parts a row.
+    assert 0 <= needs["decode/16 heads/8 rows"] - 8 * 33 * 16 * 1028 <= 8 * 1024
+    # Tiled scores of 512 rows x 16,384 pools dominate a selection.
+    assert needs["select/512 rows"] > 512 * 16384 * 4
+
+
+def test_declaring_on_a_cuda_device_needs_no_device():
+    plans = provider.declare(provider.Sizes(**GLM), CUDA0)
+    assert {p.plan.query.mode for p in plans.extend.values()} == {"extend"}
+    assert all(plan.prepared is None for _, plan in plans.names())
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+def test_splits_and_pieces_stay_within_their_bytes(heads):
+    row = heads * 1028
+    assert provider.extend_rows(heads) % 256 == 0
+    assert provider.extend_rows(heads) * row <= 64 << 20
+    for rows in provider.DECODE_ROWS:
+        parts = provider.split_parts(heads, rows, 2051)
+        assert 1 <= parts <= 33
+        assert parts == 1 or parts * rows * row <= 64 << 20
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"record_bytes": 656}, r"656 bytes.*528, 304"),
+        ({"page_size": 0}, r"page_size is 0"),
+        ({"width": 2052}, r"2052 rows.*2051"),
+        ({"head_counts": (16, 12)}, r"12 heads.*multiples of 8.*--tensor-parallel-size"),
+        ({"topk": 256}, r"256.*512, 1024, 2048"),
+        ({"index_heads": 40}, r"40 index heads"),
+        ({"index_heads": 65}, r"65 index heads"),
+        ({"scale": math.inf}, r"inf"),
+    ],
+)
+def test_sizes_without_a_kernel_are_refused_before_b12x_sees_them(change, message):
+    with pytest.raises(ValueError, match=message):
+        provider.Sizes(**GLM | change)
+
+
+def test_the_package_checks_what_a_selection_is_bound_to():
+    """What its bind does and does not check, on its own layout, is what the provider relies on."""
+    plan = provider.declare(provider.Sizes(**GLM), CPU).select[0].plan
+    state = emulation._Selection(plan, [])
+    scratch = torch.empty(provider._scratch_bytes(plan), dtype=torch.uint8)
+    good = {
+        "scratch": scratch,
+        "real_page_table": torch.zeros(8, 4, dtype=torch.int32),
+        "cache_seqlens_int32": torch.zeros(8, dtype=torch.int32),
+        "active_width": torch.zeros(1, dtype=torch.int32),
+    }
+    state.bind(**good)
+    for name, bad in (
+        ("real_page_table", torch.zeros(8, 4)),
+        ("real_page_table", torch.zeros(9, 4, dtype=torch.int32)),
+        ("real_page_table", torch.zeros(8, 8, dtype=torch.int32)[:, ::2]),
+        ("real_page_table", torch.zeros(8, provider.MAX_PAGES + 1, dtype=torch.int32)),
+        ("cache_seqlens_int32", torch.zeros(7, dtype=torch.int32)),
+        ("active_width", torch.zeros(2, dtype=torch.int32)),
+        ("scratch", scratch[:-1]),
+    ):
+        with pytest.raises((ValueError, TypeError)):
+            state.bind(**good | {name: bad})
+
+
+# Refusals of the provider, which come before those of the package
+
+
+def attend_arguments(rows=3, heads=16, records=100, width=2051):
+    return {
+        "q": torch.zeros(rows, heads, 512, dtype=torch.bfloat16),
+        "records": torch.zeros(records, RECORD, dtype=torch.uint8),
+        "row_ids": torch.zeros(rows, width, dtype=torch.int32),
+        "counts": torch.zeros(rows, dtype=torch.int32),
+        "scale": SCALE,
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"records": torch.zeros(9, 304, dtype=torch.uint8)}, r"304.*528"),
+        ({"records": torch.zeros(9, RECORD)}, r"float32.*uint8"),
+        ({"records": torch.zeros(9, 2 * RECORD).byte()[:, :RECORD]}, r"1056.*528"),
+        ({"records": torch.zeros(RECORD * 9 + 4).byte()[4:].view(9, RECORD)}, r"multiples of 16"),
+        ({"q": torch.zeros(3, 16, 512)}, r"float32.*bfloat16"),
+        ({"q": torch.zeros(3, 16, 576).bfloat16()}, r"576.*512"),
+        ({"q": torch.zeros(4, 16, 512).bfloat16()}, r"row_ids is \(3, 2051\).*\[4, 2051\]"),
+        ({"row_ids": torch.zeros(3, 2048).int()}, r"2048.*2051"),
+        ({"row_ids": torch.zeros(3, 2051).long()}, r"int64.*int32"),
+        ({"row_ids": torch.zeros(3, 4102).int()[:, ::2]}, r"contiguous"),
+        ({"counts": torch.zeros(3).long()}, r"int64.*int32"),
+        ({"counts": torch.zeros(2).int()}, r"\(2,\).*\[3\]"),
+        ({"scale": 0.5}, r"0\.5.*0\.0625"),
+    ],
+)
+def test_attention_refuses(started, change, message):
+    kernels, fake = started
+    with pytest.raises(ValueError, match=message):
+        kernels.attend(**attend_arguments() | change)
+    assert not fake.log
+
+
+def test_attention_of_heads_that_were_not_prepared(started):
+    with pytest.raises(RuntimeError, match=r"32 heads is not prepared.*\[16, 64\]"):
+        started[0].attend(**attend_arguments(heads=32))
+
+
+def test_nothing_runs_before_the_warm_up(monkeypatch):
+    kernels = provider.B12xKernels(ref.TorchReferenceKernels())
+    with pytest.raises(RuntimeError, match="warm_up"):
+        kernels.attend(**attend_arguments())
+
+
+def write_arguments(tokens=3, pages=2):
+    return {
+        "latents": torch.zeros(tokens, 512, dtype=torch.bfloat16),
+        "cache": torch.zeros(pages, 2304, RECORD, dtype=torch.uint8),
+        "slot_mapping": torch.zeros(tokens, dtype=torch.int64),
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cache": torch.zeros(2, 64, RECORD).byte()}, r"\(2, 64, 528\).*2304, 528"),
+        ({"cache": torch.zeros(2, 2304, 304).byte()}, r"304.*528"),
+        ({"cache": torch.zeros(2, 2304, RECORD)}, r"float32.*uint8"),
+        ({"cache": torch.zeros(2, 2304, 2 * RECORD).byte()[..., ::2]}, r"\(1056, 2\).*\(528, 1\)"),
+        ({"latents": torch.zeros(3, 512)}, r"float32.*bfloat16"),
+        ({"latents": torch.zeros(2, 512).bfloat16()}, r"at least 3 rows"),
+        ({"latents": torch.zeros(3, 1024).bfloat16()[:, ::2]}, r"inner stride of 1"),
+        ({"slot_mapping": torch.zeros(3).short()}, r"int16.*int32 or torch.int64"),
+        ({"slot_mapping": torch.zeros(6).long()[::2]}, r"stride of 2"),
+    ],
+)
+def test_the_writer_refuses(started, change, message):
+    kernels, fake = started
+    with pytest.raises(ValueError, match=message):
+        kernels.write_records(**write_arguments() | change)
+    assert not fake.log
+
+
+def test_what_the_writer_accepts_the_package_accepts(started):
+    kernels, fake = started
+    wide = torch.randn(5, 600).bfloat16()[:, :512]
+    padded = torch.zeros(2, 2304 * RECORD + 1024, dtype=torch.uint8)
+    cache = padded[:, : 2304 * RECORD].unflatten(1, (2304, RECORD))
+    for dtype in (torch.int32, torch.int64):
+        cache.fill_(0xAB)
+        slots = torch.tensor([-1, 2304 + 7, 3, -5, 2 * 2304], dtype=dtype)
+        kernels.write_records(wide, cache, slots)
+        expected = torch.full_like(cache, 0xAB)
+        expected[1, 7], expected[0, 3] = ref.quantize_records(wide)[1:3]
+        assert torch.equal(cache, expected)
+    assert [launch.kind for launch in fake.log] == ["write", "write"]
+
+
+def select_arguments(rows=3, requests=2, columns=4, pages=8):
+    return {
+        "q_fp8": torch.zeros(rows, 32, 128).to(torch.float8_e4m3fn),
+        "weights": torch.zeros(rows, 32),
+        "index_pages": torch.zeros(pages, PLACES, INDEX, dtype=torch.uint8),
+        "page_table": torch.zeros(requests, columns, dtype=torch.int32),
+        "req_id": torch.zeros(rows, dtype=torch.int32),
+        "pool_counts": torch.zeros(rows, dtype=torch.int32),
+        "topk": 512,
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q_fp8": torch.zeros(3, 32, 128)}, r"float32.*float8_e4m3fn"),
+        ({"q_fp8": torch.zeros(3, 16, 128).to(torch.float8_e4m3fn)}, r"16, 128.*32, 128"),
+        ({"weights": torch.zeros(3, 32).bfloat16()}, r"weights.*bfloat16.*float32"),
+        ({"weights": torch.zeros(3, 16)}, r"weights.*\(3, 16\).*\[3, 32\]"),
+        ({"index_pages": torch.zeros(8, 32, INDEX).byte()}, r"32, 132.*64 x 132"),
+        ({"index_pages": torch.zeros(8, PAGE_BYTES)}, r"float32"),
+        ({"index_pages": torch.zeros(8, 8512).byte()[:, :PAGE_BYTES]}, None),
+        ({"index_pages": torch.zeros(8, 8456).byte()[:, :PAGE_BYTES]}, r"8456 bytes apart"),
+        ({"page_table": torch.zeros(2, 4).long()}, r"int64.*int32"),
+        ({"page_table": torch.zeros(1, 8193).int()}, r"8193 columns, 8192"),
+        ({"pool_counts": torch.zeros(2).int()}, r"\(2,\).*\[3\]"),
+        ({"topk": 1024}, r"1024, 512 is prepared"),
+    ],
+)
+def test_selection_refuses(started, change, message):
+    kernels, fake = started
+    if message is None:
+        kernels.select_pools(**select_arguments() | change)
+        return
+    with pytest.raises(ValueError, match=message):
+        kernels.select_pools(**select_arguments() | change)
+    assert not fake.log
+
+
+def test_an_index_cache_beyond_int32_units_is_refused_with_the_numbers():
+    stride = 2304 * 561
+    most = (2**31 - 1) // (stride // 16) + 1
+    assert provider.page_units(most, stride) == stride // 16
+    with pytest.raises(ValueError) as error:
+        provider.page_units(most + 1, stride)
+    for part in (f"{most + 1:,} pages", f"{stride:,} bytes", "34,359,738,368", "utilization"):
+        assert part in str(error.value)
+
+
+def test_rows_past_the_last_record_are_found_when_asked_for(started, monkeypatch):
+    kernels, _ = started
+    arguments = attend_arguments(records=100)
+    arguments["row_ids"][1, 5], arguments["counts"][1] = 100, 6
+    monkeypatch.setattr(kernels, "check_rows", True)
+    with pytest.raises(IndexError, match="query row 1 reads record 100 of 100"):
+        kernels.attend(**arguments)
+    arguments["counts"][1] = 5
+    kernels.attend(**arguments)
+
+
+# Results, on the emulation
+
+
+@pytest.mark.parametrize(("rows", "heads"), [(1, 16), (3, 64), (17, 16), (257, 16)])
+def test_attention_is_the_reference(started, rows, heads):
+    kernels, fake = started
+    records = ref.quantize_records(torch.randn(500, 512))
+    q = torch.randn(rows, heads, 512).bfloat16()
+    ids = torch.randint(-1, 500, (rows, 2051), dtype=torch.int32)
+    counts = torch.randint(0, 60, (rows,), dtype=torch.int32)
+    counts[0] = 2051 if rows < 20 else 100
+    if rows > 2:
+        counts[1], counts[2] = 0, 40
+        ids[2] = -1  # columns to read, none of them valid
+    out, lse = kernels.attend(q, records, ids, counts, SCALE)
+    want, want_lse = ref.TorchReferenceKernels(torch.float64).attend(q, records, ids, counts, SCALE)
+    torch.testing.assert_close(out, want, rtol=0, atol=0)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
+    assert out.is_contiguous() and lse.is_contiguous()
+    if rows > 2:
+        assert bool((out[1:3] == 0).all()) and bool(torch.isneginf(lse[1:3]).all())
+    assert {launch.kind for launch in fake.log} == {"decode" if rows <= 256 else "extend"}
+
+
+def test_results_do_not_lie_in_the_scratch(started):
+    kernels, fake = started
+    records = ref.quantize_records(torch.randn(50, 512))
+    for rows in (2, 300):
+        arguments = attend_arguments(rows=rows) | {"records": records}
+        arguments["counts"].fill_(1)
+        out, lse = kernels.attend(**arguments)
+        before = out.clone(), lse.clone()
+        kernels._scratch.fill_(0xFF)
+        assert torch.equal(out, before[0]) and torch.equal(lse, before[1])
+    scratch = {launch.tensors["scratch"].data_ptr() for launch in fake.log}
+    assert scratch == {kernels._scratch.data_ptr()}
+
+
+@pytest.mark.parametrize("gap", [0, 48])
+def test_selection_is_the_reference(started, gap):
+    kernels, fake = started
+    lengths = [3, 64 * 9 + 5, 700]  # of three requests, in pools
+    pages = 30
+    storage = torch.full((pages, PAGE_BYTES + gap), 0x7F, dtype=torch.uint8)
+    index = storage[:, :PAGE_BYTES].unflatten(1, (PLACES, INDEX))
+    keys, scales = ref.index_planes(index)
+    keys.copy_(torch.randn(keys.shape).to(torch.float8_e4m3fn).view(torch.uint8))
+    scales.copy_(torch.rand(pages, PLACES, 1).view(torch.uint8))
+    table = torch.randperm(pages)[: 3 * 10].int().view(3, 10)
+    table = torch.cat([table, torch.full((3, 2), 0x7FFFFFFF, dtype=torch.int32)], 1)
+    req = int32([1, -1, 0, 2, 2, 1, -1])
+    counts = int32([lengths[1], 99, 3, 700, 12, 513, 0])
+    table[2, 9:] = table[2, 1]  # 700 pools need eleven pages
+    table[2, 10] = table[2, 2]
+    q = torch.randn(7, 32, 128).to(torch.float8_e4m3fn)
+    weights = torch.randn(7, 32)
+    got = kernels.select_pools(q, weights, index, table, req, counts, 512)
+    want = ref.TorchReferenceKernels().select_pools(q, weights, index, table, req, counts, 512)
+    # Two requests' pages are one here, so that equal scores occur: compare what they score.
+    assert torch.equal(got[1], want[1])
+    same = got[0] == want[0]
+    assert bool(same[[0, 1, 2, 4, 5, 6]].all())
+    assert len(set(got[0][3].tolist())) == 512
+    assert [launch.kind for launch in fake.log] == ["select"]
+
+
+# What is launched at TP4/DCP4
+
+
+def test_every_plan_is_prepared_once_in_the_warm_up_and_nothing_later(started):
+    kernels, fake = started
+    names = len(provider.DECODE_ROWS) + 1
+    assert len(fake.prepared) == len(set(fake.prepared)) == 2 * names + 3 + 2
+    assert all(plan.prepared is not None for _, plan in kernels.plans.names())
+    prepared, plans, scratch = list(fake.prepared), kernels.plans, kernels._scratch.data_ptr()
+    kernels.warm_up(CPU, pool_size=4, dcp_world_size=4, interleave=4, **GLM)
+    assert (fake.prepared, kernels.plans) == (prepared, plans)
+    assert kernels._scratch.data_ptr() == scratch
+    with pytest.raises(RuntimeError, match="cannot become"):
+        kernels.warm_up(CPU, pool_size=4, dcp_world_size=4, interleave=4, **GLM | {"page_size": 64})
+
+
+def record_only(fake, monkeypatch):
+    """Keep the launches, compute nothing."""
+
+    def run(self, binding, *, kv_cache):
+        q, scratch = binding.q, binding.scratch
+        rows = q.shape[0]
+        fake.log.append(emulation.Launch(self.caps.mode, rows, self.plan, {}))
+        assert self.caps.mode == "extend" or rows <= self.primed_rows
+        return scratch.output_buffer[:rows], scratch.final_lse[:rows, : q.shape[1]]
+
+    monkeypatch.setattr(emulation._Attention, "run", run)
+
+
+def test_no_plan_is_missing_for_any_row_count(started):
+    plans = started[0].plans
+    for heads in (16, 64):
+        for rows in range(1, 16_385):
+            row_plan = plans.attention(rows, heads)
+            if rows <= provider.DECODE_ROWS[-1]:
+                # One launch, by the plan of the next power of two.
+                assert rows <= row_plan.rows < 2 * rows and row_plan.natural_lse
+            else:
+                assert row_plan is plans.extend[heads] and not row_plan.natural_lse
+    for rows in range(1, provider.SELECT_ROWS[-1] + 1):
+        assert rows <= provider._smallest(plans.select, rows).rows
+
+
+def test_one_plan_for_every_cuda_graph_size(started):
+    plans = started[0].plans
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]
+    for heads in (16, 64):
+        chosen = [plans.attention(rows, heads) for rows in sizes]
+        assert [p.plan.query.mode for p in chosen] == ["decode"] * 35 + ["extend"] * 16
+        # An extend plan of 64 heads takes these sizes in one piece as well.
+        assert all(rows <= p.rows for rows, p in zip(sizes, chosen, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "expected"),
+    [
+        (1, 64, [("decode", 1)]),
+        (5, 64, [("decode", 5)]),
+        (256, 64, [("decode", 256)]),
+        (257, 64, [("extend", 257)]),
+        (2000, 64, [("extend", 768), ("extend", 768), ("extend", 464)]),
+        (3840, 16, [("extend", 3840)]),
+        (8192, 16, [("extend", 3840), ("extend", 3840), ("extend", 512)]),
+    ],
+)
+def test_launches_of_attention(started, monkeypatch, rows, heads, expected):
+    kernels, fake = started
+    record_only(fake, monkeypatch)
+    kernels.attend(**attend_arguments(rows=rows, heads=heads))
+    assert [(launch.kind, launch.rows) for launch in fake.log] == expected
+    assert len({id(launch.plan) for launch in fake.log}) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "expected"),
+    [
+        (1, 2, [1]),
+        (9, 2, [9]),
+        (65, 2048, [65]),
+        (1100, 128, [512, 512, 76]),
+        (300, 8192, [256, 44]),
+    ],
+)
+def test_launches_of_selection(started, monkeypatch, rows, columns, expected):
+    kernels, _fake = started
+    shapes = []
+
+    def run(self, runtime, *, output_scores, **tensors):
+        shapes.append((runtime.real_page_table.shape, self.query.max_q_rows))
+        output_scores.zero_()
+
+    monkeypatch.setattr(emulation._Selection, "run", run)
+    kernels.select_pools(**select_arguments(rows=rows, columns=columns))
+    assert [shape for shape, _ in shapes] == [(n, columns) for n in expected]
+    for (count, _), limit in shapes:
+        assert limit == next(n for n in provider.SELECT_ROWS if count <= n)
+
+
+def test_an_unprepared_plan_is_an_error_and_not_a_compilation(started, monkeypatch):
+    kernels, fake = started
+    monkeypatch.setattr(kernels, "plans", provider.declare(provider.Sizes(**GLM), CPU))
+    with pytest.raises(RuntimeError, match=r"3 rows and 16 heads is not prepared"):
+        kernels.attend(**attend_arguments(rows=3))
+    with pytest.raises(RuntimeError, match="selection for 3 rows is not prepared"):
+        kernels.select_pools(**select_arguments())
+    assert not fake.log

@@ -1,0 +1,919 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse MLA operations on b12x's own kernels, for compute capability 12.0 and 12.1.
+
+b12x 1.5 gives the record writer, pool selection and attention; what it lacks (packing, unpacking,
+pools of packed prompts, merging, row ids) comes from the Triton provider. Every b12x operation is
+planned, prepared, bound and run; all plans of a process are made by :func:`declare` from one
+:class:`Sizes` and prepared by :meth:`B12xKernels.warm_up`. All layers share them.
+
+Three choices keep the number of programs small and independent of the cache that vLLM allocates
+after the warm-up:
+
+* Records are read as flat rows, never as pages: row ids are what the callers have anyway, and one
+  program then serves the local cache of any page size and the gathered buffer.
+* Index pages are addressed in units of 16 bytes: the page table that b12x sees holds
+  ``page * (page stride / 16)``, and the cache it sees is a view whose pages start 16 bytes apart.
+  b12x compiles the page stride into its program; this way it is the same for every cache.
+* Attention of many rows goes through one plan per head count, in pieces of its row limit. Few rows
+  are split over the columns, by one plan for every power of two.
+
+Results of b12x lie in the scratch of a plan and are copied out. That scratch is one buffer, as
+large as the largest plan needs, allocated in the warm-up; ordinary batches, which borrow nothing,
+need it as much as gathered ones, and captured graphs keep its address.
+"""
+
+import importlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
+    FP8_DS_MLA,
+    INDEX_PAGE_BYTES,
+    INDEX_RECORD_BYTES,
+    NVFP4_DS_MLA,
+    POOLS_PER_INDEX_PAGE,
+)
+
+from .base import INDEX_DIM, LATENT_DIM, Scratch, SparseMLAKernels
+from .triton import TritonKernels
+
+INSTALL = "pip install 'vllm-b12x-ckv[b12x]'"
+
+_RECORD_BYTES = (FP8_DS_MLA.record_bytes, NVFP4_DS_MLA.record_bytes)
+_INT32_MAX = 2**31 - 1
+_LN2 = math.log(2)
+
+FLAT_PAGE = 64
+"""Page size of plans over flat rows. Any would do."""
+PAGE_UNIT = 16
+"""Bytes between the pages of the view that selection sees."""
+MAX_PAGES = 8192
+"""Columns of the widest page table: 524,288 pools, 2,097,152 tokens."""
+DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Row limits of the attention plans that split columns; CUDA-graph sizes lie below them."""
+SELECT_ROWS = (8, 64, 512)
+"""Row limits of the selection plans."""
+EXTEND_TOPK = (512, 1024, 2048, 2051, 2112)
+"""Columns that attention of many rows is written for."""
+SELECT_TOPK = (512, 1024, 2048)
+MAX_INDEX_HEADS = 64
+_SUPERTILE = 16384
+"""Pools whose scores a selection holds at a time: 32 MiB for 512 rows."""
+_ATTEND_BYTES = 64 << 20
+"""Bound on an attention plan's scratch, where it is a matter of choice."""
+_TABLE_BYTES = 8 << 20
+_CHUNK_COLUMNS = 64
+"""Columns of a row that one part of a split takes at least."""
+
+
+# Plans
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the plans of a process follow from.
+
+    page_size: P, tokens in a physical page of the latent cache.
+    record_bytes: 528 (FP8) or 304 (NVFP4).
+    head_counts: heads that attention will see.
+    index_heads: heads of the index queries.
+    topk: pools to choose.
+    width: columns of a list of row ids.
+    scale: softmax scale.
+
+    Raises:
+        ValueError: b12x has no kernel for a size. The message has the sizes that it has.
+    """
+
+    page_size: int
+    record_bytes: int
+    head_counts: tuple[int, ...]
+    index_heads: int
+    topk: int
+    width: int
+    scale: float
+
+    def __post_init__(self) -> None:
+        _check(
+            self.record_bytes in _RECORD_BYTES,
+            f"records of {self.record_bytes} bytes, b12x has kernels for {_RECORD_BYTES}",
+        )
+        _check(self.page_size > 0, f"page_size is {self.page_size}, need at least 1")
+        _check(
+            self.width in EXTEND_TOPK,
+            f"lists of {self.width} rows, b12x has kernels for {EXTEND_TOPK} columns",
+        )
+        for heads in self.head_counts:
+            _check(
+                heads > 0 and heads % 8 == 0,
+                f"{heads} heads, b12x has kernels for multiples of 8; use fewer ranks "
+                "(--tensor-parallel-size)",
+            )
+        _check(
+            self.topk in SELECT_TOPK,
+            f"topk is {self.topk}, b12x has kernels for {SELECT_TOPK} pools",
+        )
+        tiles = -(-self.index_heads // 16)
+        _check(
+            0 < self.index_heads <= MAX_INDEX_HEADS and tiles in (1, 2, 4),
+            f"{self.index_heads} index heads, b12x has kernels for 1 to 32 and 49 to "
+            f"{MAX_INDEX_HEADS}",
+        )
+        _check(
+            math.isfinite(self.scale) and self.scale > 0,
+            f"the softmax scale is {self.scale}, need a positive number",
+        )
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """A plan for at most ``rows`` rows.
+
+    natural_lse: its log-sum-exp is a natural logarithm, not one of base 2.
+    """
+
+    rows: int
+    plan: Any
+    natural_lse: bool = False
+
+
+@dataclass(frozen=True)
+class Plans:
+    """Every plan of a process. Immutable, shared by all layers.
+
+    decode: by heads, ascending in their row limits.
+    extend: by heads.
+    select: ascending in their row limits.
+    """
+
+    decode: Mapping[int, tuple[RowPlan, ...]]
+    extend: Mapping[int, RowPlan]
+    select: tuple[RowPlan, ...]
+
+    def attention(self, rows: int, heads: int) -> RowPlan:
+        """The plan for a batch of ``rows``: split if one is large enough, else in pieces."""
+        split = self.decode[heads]
+        return _smallest(split, rows) if rows <= split[-1].rows else self.extend[heads]
+
+    def names(self) -> list[tuple[str, Any]]:
+        """(name, plan) of each, the name unique."""
+        named = []
+        for heads, plans in self.decode.items():
+            named += [(f"decode/{heads} heads/{p.rows} rows", p.plan) for p in plans]
+        named += [
+            (f"extend/{heads} heads/{p.rows} rows", p.plan) for heads, p in self.extend.items()
+        ]
+        named += [(f"select/{p.rows} rows", p.plan) for p in self.select]
+        return named
+
+
+def extend_rows(heads: int) -> int:
+    """Row limit of the plan for many rows: a multiple of 256, at most 4,096."""
+    row_bytes = heads * (LATENT_DIM * 2 + 4)
+    return min(4096, max(256, _ATTEND_BYTES // row_bytes // 256 * 256))
+
+
+def split_parts(heads: int, rows: int, width: int) -> int:
+    """Most parts that a row's columns are split into, within the bytes for partial results."""
+    part_bytes = rows * heads * (LATENT_DIM * 2 + 4)
+    return max(1, min(-(-width // _CHUNK_COLUMNS), _ATTEND_BYTES // part_bytes))
+
+
+def attention_caps(sizes: Sizes, device: torch.device, *, heads: int, rows: int, mode: str) -> Any:
+    """b12x's capacities of one attention plan. mode: ``"decode"`` or ``"extend"``."""
+    mla = importlib.import_module("b12x.attention.sparse_mla")
+    record: dict[str, Any] = {"cache_record_bytes": sizes.record_bytes}
+    if sizes.record_bytes == NVFP4_DS_MLA.record_bytes:
+        record |= {"scale_format": 2, "latent_scale_per_token": True}
+    if mode == "decode":
+        record["max_chunks_per_row"] = split_parts(heads, rows, sizes.width)
+    return mla.Caps(
+        device=device,
+        num_q_heads=heads,
+        max_q_rows=rows,
+        max_width=sizes.width,
+        softmax_scale=sizes.scale,
+        kv_dtype=torch.uint8,
+        head_dim=LATENT_DIM,
+        v_head_dim=LATENT_DIM,
+        model_type=mla.ModelType.GLM_NEXT,
+        mode=mode,
+        page_size=FLAT_PAGE,
+        return_lse=True,
+        # What is not split knows base 2 only and is converted here.
+        lse_scale="natural" if mode == "decode" else "base2",
+        **record,
+    )
+
+
+def selection_caps(sizes: Sizes, device: torch.device, *, rows: int) -> Any:
+    """b12x's capacities of one selection plan."""
+    dsa = importlib.import_module("b12x.attention.dsa_indexer")
+    return dsa.Caps(
+        device=device,
+        num_q_heads=sizes.index_heads,
+        max_q_rows=rows,
+        max_page_table_width=MAX_PAGES,
+        topk=sizes.topk,
+        # The other mode reads the first row's page table for all rows.
+        mode="decode",
+        route="paged_tiled",
+        supertile_k=_SUPERTILE,
+    )
+
+
+def selection_operands(sizes: Sizes, *, rows: int) -> dict[str, dict[str, Any]]:
+    """Shapes, strides, dtypes and alignments of what a selection plan will be bound to."""
+
+    def operand(dtype: str, *shape: int, strides: tuple[int, ...] | None = None) -> dict[str, Any]:
+        dense = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        return {
+            "shape": shape,
+            "strides": dense if strides is None else strides,
+            "dtype": dtype,
+            "alignment": 16,
+        }
+
+    heads = sizes.index_heads
+    return {
+        "q_fp8": operand("float8_e4m3fn", rows, heads, INDEX_DIM),
+        "query_weights": operand("float32", rows, heads),
+        "index_k_cache": operand("uint8", 1, INDEX_PAGE_BYTES, strides=(PAGE_UNIT, 1)),
+        "page_table": operand("int32", rows, MAX_PAGES),
+        "cache_lengths": operand("int32", rows),
+        "active_width": operand("int32", 1),
+        "output_indices": operand("int32", rows, sizes.topk),
+        "output_scores": operand("float32", rows, sizes.topk),
+    }
+
+
+def declare(sizes: Sizes, device: torch.device) -> Plans:
+    """Declare every plan but the writers', which b12x derives from tensors. Compiles nothing.
+
+    device: with an index, for example ``cuda:0``.
+    """
+    mla = importlib.import_module("b12x.attention.sparse_mla")
+    dsa = importlib.import_module("b12x.attention.dsa_indexer")
+
+    def attention(heads: int, rows: int, mode: str) -> RowPlan:
+        caps = attention_caps(sizes, device, heads=heads, rows=rows, mode=mode)
+        return RowPlan(rows, mla.plan(caps), caps.lse_scale == "natural")
+
+    def selection(rows: int) -> RowPlan:
+        caps = selection_caps(sizes, device, rows=rows)
+        operands = selection_operands(sizes, rows=rows)
+        invocation = dsa.invocation_from_descriptors(caps, operands=operands)
+        return RowPlan(rows, dsa.plan(caps, invocation=invocation))
+
+    heads = sorted(set(sizes.head_counts))
+    return Plans(
+        decode=MappingProxyType(
+            {h: tuple(attention(h, rows, "decode") for rows in DECODE_ROWS) for h in heads}
+        ),
+        extend=MappingProxyType({h: attention(h, extend_rows(h), "extend") for h in heads}),
+        select=tuple(selection(rows) for rows in SELECT_ROWS),
+    )
+
+
+def _smallest(plans: Sequence[RowPlan], rows: int) -> RowPlan:
+    """The plan with the lowest limit that takes ``rows``, else the one with the highest."""
+    return next((p for p in plans if rows <= p.rows), plans[-1])
+
+
+# What b12x leaves to its caller
+
+
+@triton.jit(
+    do_not_specialize=["row_stride", "width"],
+    do_not_specialize_on_alignment=["row_ids", "counts", "lengths"],
+)
+def _lengths_kernel(row_ids, row_stride, counts, lengths, width, BLOCK: tl.constexpr):
+    """Columns to read: up to the last valid one, 0 where none is valid.
+
+    b12x's result is undefined for a row whose columns are all invalid.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    count = tl.minimum(tl.load(counts + row), width)
+    last = tl.full([BLOCK], 0, tl.int32)
+    for base in range(0, count, BLOCK):
+        column = base + tl.arange(0, BLOCK)
+        index = tl.load(row_ids + row * row_stride + column, mask=column < count, other=-1)
+        last = tl.maximum(last, tl.where(index >= 0, column + 1, 0))
+    tl.store(lengths + row, tl.max(last, axis=0))
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "columns", "units", "row0"],
+    do_not_specialize_on_alignment=["table", "req_id", "pool_counts"],
+)
+def _row_tables_kernel(
+    table,
+    table_stride,
+    req_id,
+    pool_counts,
+    out,
+    lengths,
+    columns,
+    units,
+    row0,
+    PLACES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Page table and length of each row, from those of its request; padding rows see nothing."""
+    row = tl.program_id(0)
+    request = tl.load(req_id + row0 + row).to(tl.int64)
+    seen = tl.minimum(tl.maximum(tl.load(pool_counts + row0 + row), 0), columns * PLACES)
+    seen = tl.where(request >= 0, seen, 0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = column < (seen + PLACES - 1) // PLACES
+    page = tl.load(table + request * table_stride + column, mask=live)
+    tl.store(out + row.to(tl.int64) * columns + column, page * units, mask=live)
+    if tl.program_id(1) == 0:
+        tl.store(lengths + row, seen)
+
+
+@triton.jit
+def _order_kernel(ids, scores, lengths, TOPK: tl.constexpr):
+    """Put one row of a selection in the order of the contract, in place.
+
+    b12x gives the first ids in ascending order to a row that sees at most TOPK pools, and the best
+    ones in no order to any other.
+    """
+    row = tl.program_id(0)
+    place = row.to(tl.int64) * TOPK + tl.arange(0, TOPK)
+    seen = tl.load(lengths + row)
+    index = tl.load(ids + place)
+    score = tl.load(scores + place)
+    if seen <= TOPK:
+        live = tl.arange(0, TOPK) < seen
+        index = tl.where(live, index, -1)
+        score = tl.where(live, score, float("-inf"))
+    else:
+        # Scores as integers that order alike; that map is its own inverse. Both zeros are one.
+        bits = (score + 0.0).to(tl.int32, bitcast=True)
+        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        key = (bits.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+        key = tl.sort(key, descending=True)
+        index = 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+        bits = (key >> 32).to(tl.int32)
+        score = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    tl.store(ids + place, index)
+    tl.store(scores + place, score)
+
+
+def _launch_lengths(row_ids: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor) -> None:
+    rows, width = row_ids.shape
+    _lengths_kernel[(rows,)](
+        row_ids, row_ids.stride(0), counts, lengths, width, BLOCK=1024, num_warps=4
+    )
+
+
+def _launch_row_tables(
+    page_table: torch.Tensor,
+    req_id: torch.Tensor,
+    pool_counts: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    units: int,
+    row0: int,
+) -> None:
+    rows, columns = table.shape
+    _row_tables_kernel[(rows, triton.cdiv(columns, 1024))](
+        page_table,
+        page_table.stride(0),
+        req_id,
+        pool_counts,
+        table,
+        lengths,
+        columns,
+        units,
+        row0,
+        PLACES=POOLS_PER_INDEX_PAGE,
+        BLOCK=1024,
+        num_warps=4,
+    )
+
+
+def _launch_order(ids: torch.Tensor, scores: torch.Tensor, lengths: torch.Tensor) -> None:
+    rows, topk = ids.shape
+    _order_kernel[(rows,)](ids, scores, lengths, TOPK=topk, num_warps=4)
+
+
+def compile_own(sizes: Sizes, device: torch.device) -> None:
+    """Compile the kernels of this module: launch each once, on one row that selects nothing."""
+    one = torch.zeros(1, dtype=torch.int32, device=device)
+    _launch_lengths(torch.zeros(1, sizes.width, dtype=torch.int32, device=device), one, one.clone())
+    _launch_row_tables(one.view(1, 1), one, one, one.view(1, 1).clone(), one.clone(), 1, 0)
+    ids = torch.zeros(1, sizes.topk, dtype=torch.int32, device=device)
+    _launch_order(ids, torch.zeros_like(ids, dtype=torch.float32), one)
+
+
+def _check(ok: bool, message: str) -> None:
+    if not ok:
+        raise ValueError(message)
+
+
+def _check_tensor(
+    name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype], shape: Sequence[int | None]
+) -> None:
+    """Check dtype, rank and sizes (None: any size)."""
+    fits = tensor.dim() == len(shape) and all(
+        want is None or have == want for have, want in zip(tensor.shape, shape, strict=True)
+    )
+    if not fits or tensor.dtype not in dtypes:
+        wanted = ", ".join("*" if size is None else str(size) for size in shape)
+        kinds = " or ".join(str(dtype) for dtype in dtypes)
+        raise ValueError(
+            f"{name} is {tuple(tensor.shape)} of {tensor.dtype}, need [{wanted}] of {kinds}"
+        )
+
+
+def _check_aligned(name: str, tensor: torch.Tensor, multiple: int, *strides: int) -> None:
+    _check(
+        tensor.data_ptr() % multiple == 0 and all(s % multiple == 0 for s in strides),
+        f"{name} starts at {tensor.data_ptr():#x} with strides of {strides} bytes, need multiples "
+        f"of {multiple}",
+    )
+
+
+def page_units(pages: int, page_stride: int) -> int:
+    """The page stride of an index cache in units of ``PAGE_UNIT``.
+
+    page_stride: bytes.
+
+    Raises:
+        ValueError: pages do not start on units, or the last one has no int32 number of units.
+    """
+    _check(
+        page_stride % PAGE_UNIT == 0 and page_stride >= INDEX_PAGE_BYTES,
+        f"index pages lie {page_stride} bytes apart, need a multiple of {PAGE_UNIT} and at least "
+        f"{INDEX_PAGE_BYTES}",
+    )
+    units = page_stride // PAGE_UNIT
+    _check(
+        (pages - 1) * units <= _INT32_MAX,
+        f"an index cache of {pages:,} pages, {page_stride:,} bytes apart, spans "
+        f"{pages * page_stride:,} bytes; selection reaches {(_INT32_MAX + 1) * PAGE_UNIT:,}: lower "
+        "--gpu-memory-utilization or set --num-gpu-blocks-override",
+    )
+    return units
+
+
+class B12xKernels:
+    """:class:`~.base.SparseMLAKernels` on SM120 and SM121.
+
+    Keeps one scratch buffer, the page tables of one selection and the workspace of the Triton
+    provider, all allocated in :meth:`warm_up`; nothing enlarges them. Calls on one instance must be
+    ordered by one stream.
+
+    After :meth:`warm_up`, a call for which nothing was prepared raises ``RuntimeError``: b12x would
+    compile in the middle of serving, and could not while a graph is captured.
+
+    Args:
+        shared: the provider of what b12x lacks; left out, the Triton provider.
+        check_rows: read row ids on the host and refuse those past the last record. b12x does not
+            check that bound. Waits for the device; for debugging, not under CUDA graphs.
+    """
+
+    def __init__(self, shared: SparseMLAKernels | None = None, *, check_rows: bool = False) -> None:
+        self.check_rows = check_rows
+        self.sizes: Sizes | None = None
+        self.plans: Plans | None = None
+        self._writers: dict[torch.dtype, Any] = {}
+        self._mla = importlib.import_module("b12x.attention.sparse_mla")
+        self._dsa = importlib.import_module("b12x.attention.dsa_indexer")
+        self._session: Any = None
+        self._scratch = self._tables = self._lengths = self._capacity = torch.empty(0)
+        self._shared = shared = TritonKernels() if shared is None else shared
+        self.pack_records = shared.pack_records
+        self.pack_pools = shared.pack_pools
+        self.unpack_pools = shared.unpack_pools
+        self.write_pools = shared.write_pools
+        self.merge_pool_candidates = shared.merge_pool_candidates
+        self.expand_pools = shared.expand_pools
+        self.remap = shared.remap
+        self.filter_local = shared.filter_local
+
+    def scratch_shapes(
+        self, *, max_records: int, max_tokens: int, num_heads: int, width: int
+    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """See :meth:`SparseMLAKernels.scratch_shapes`: none, the plans' buffer serves all calls."""
+        return []
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the buffer that all plans share: the largest need of one."""
+        return max(_scratch_bytes(plan) for _, plan in self._planned()[1].names())
+
+    def _planned(self) -> tuple[Sizes, Plans]:
+        if self.sizes is None or self.plans is None:
+            raise RuntimeError(
+                "nothing is prepared yet: call warm_up in the profiling run, before the first batch"
+            )
+        return self.sizes, self.plans
+
+    # Preparation
+
+    def warm_up(
+        self,
+        device: torch.device,
+        *,
+        head_counts: Sequence[int],
+        index_heads: int,
+        pool_size: int,
+        topk: int,
+        width: int,
+        dcp_world_size: int,
+        interleave: int,
+        page_size: int,
+        record_bytes: int,
+        scale: float,
+    ) -> None:
+        """See :meth:`SparseMLAKernels.warm_up`.
+
+        Raises:
+            ValueError: b12x has no kernel for one of the sizes.
+            RuntimeError: other sizes have been prepared before.
+        """
+        sizes = Sizes(
+            page_size=page_size,
+            record_bytes=record_bytes,
+            head_counts=tuple(sorted(set(head_counts))),
+            index_heads=index_heads,
+            topk=topk,
+            width=width,
+            scale=scale,
+        )
+        if self.sizes is not None:
+            if sizes != self.sizes:
+                raise RuntimeError(f"{self.sizes} is prepared and cannot become {sizes}; restart")
+            return
+        if device.type == "cuda" and device.index is None:
+            device = torch.device(device.type, torch.accelerator.current_device_index())
+        self._shared.warm_up(
+            device,
+            # Its own attention and selection are not used here.
+            head_counts=(),
+            index_heads=0,
+            pool_size=pool_size,
+            topk=topk,
+            width=width,
+            dcp_world_size=dcp_world_size,
+            interleave=interleave,
+            page_size=page_size,
+            record_bytes=record_bytes,
+            scale=scale,
+        )
+        self._adopt(sizes, declare(sizes, device), device)
+        self._prepare(device)
+        compile_own(sizes, device)
+
+    def _adopt(self, sizes: Sizes, plans: Plans, device: torch.device) -> None:
+        """Take the plans and allocate what they share."""
+        self.sizes, self.plans = sizes, plans
+        self._scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)
+        self._tables = torch.empty(_TABLE_BYTES // 4, dtype=torch.int32, device=device)
+        self._lengths = torch.empty(SELECT_ROWS[-1], dtype=torch.int32, device=device)
+        self._capacity = torch.full(
+            (1,), MAX_PAGES * POOLS_PER_INDEX_PAGE, dtype=torch.int32, device=device
+        )
+
+    def _prepare(self, device: torch.device) -> None:
+        """Compile and run every plan once, on inputs that select nothing, at its row limit.
+
+        The first run of a split plan fixes for how many rows and parts it is good.
+        """
+        preparation = importlib.import_module("b12x.preparation")
+        # Held for ever: closing a session releases its plans. Compiles in this process, because
+        # vLLM's workers may not have children.
+        self._session = preparation.PreparationSession(
+            device=device, autotune=False, compile_workers=0
+        )
+        sizes, plans = self._planned()
+
+        def call(run: Any) -> Any:
+            return preparation.PreparedCall(run=run)
+
+        def attention(heads: int, rows: int) -> Any:
+            q = torch.zeros(rows, heads, LATENT_DIM, dtype=torch.bfloat16, device=device)
+            ids = torch.zeros(rows, sizes.width, dtype=torch.int32, device=device)
+            none = torch.zeros(rows, dtype=torch.int32, device=device)
+            cache = torch.zeros(1, FLAT_PAGE, sizes.record_bytes, dtype=torch.uint8, device=device)
+
+            def prepare(state: Any) -> Any:
+                binding = state.bind_for_preparation(
+                    scratch=self._scratch,
+                    q=q,
+                    selected_indices=ids,
+                    cache_seqlens_int32=none,
+                    nsa_cache_seqlens_int32=none,
+                    kv_cache=cache,
+                )
+                return call(lambda: state.run(binding, kv_cache=cache))
+
+            return prepare
+
+        def selection(rows: int) -> Any:
+            # As large as b12x wants a cache to be, for the same choice as with the real one.
+            storage = torch.zeros(1 << 18, dtype=torch.uint8, device=device)
+            cache = storage.as_strided((2, INDEX_PAGE_BYTES), (PAGE_UNIT, 1))
+            q = torch.zeros(rows, sizes.index_heads, INDEX_DIM, dtype=torch.uint8, device=device)
+            weights = torch.zeros(rows, sizes.index_heads, dtype=torch.float32, device=device)
+            ids = torch.zeros(rows, sizes.topk, dtype=torch.int32, device=device)
+            scores = torch.zeros(rows, sizes.topk, dtype=torch.float32, device=device)
+            table = torch.zeros(rows, 1, dtype=torch.int32, device=device)
+            none = torch.zeros(rows, dtype=torch.int32, device=device)
+
+            def prepare(state: Any) -> Any:
+                binding = state.bind(
+                    scratch=self._scratch,
+                    real_page_table=table,
+                    cache_seqlens_int32=none,
+                    active_width=self._capacity,
+                    expected_num_q_heads=sizes.index_heads,
+                )
+                return call(
+                    lambda: state.run(
+                        binding,
+                        q_fp8=q.view(torch.float8_e4m3fn),
+                        query_weights=weights,
+                        index_k_cache=cache,
+                        output_indices=ids,
+                        output_scores=scores,
+                    )
+                )
+
+            return prepare
+
+        for heads, split in plans.decode.items():
+            for row_plan in (*split, plans.extend[heads]):
+                self._session.prepare(
+                    [
+                        row_plan.plan.request(
+                            name=f"attention/{heads}/{row_plan.rows}/{row_plan.plan.query.mode}",
+                            prepare_call=attention(heads, row_plan.rows),
+                        )
+                    ]
+                )
+        for row_plan in plans.select:
+            self._session.prepare(
+                [
+                    row_plan.plan.request(
+                        name=f"selection/{row_plan.rows}", prepare_call=selection(row_plan.rows)
+                    )
+                ]
+            )
+        cache = torch.zeros(
+            2, sizes.page_size, sizes.record_bytes, dtype=torch.uint8, device=device
+        )
+        latents = torch.zeros(1, LATENT_DIM, dtype=torch.bfloat16, device=device)
+        for dtype in (torch.int32, torch.int64):
+            slots = torch.full((1,), -1, dtype=dtype, device=device)
+            plan = self._mla.plan_cache_writer(latents, cache, slots)
+            self._session.prepare(
+                [
+                    plan.request(
+                        name=f"writer/{dtype}",
+                        prepare_call=lambda state, slots=slots: call(
+                            lambda: state.run(latents, cache, slots)
+                        ),
+                    )
+                ]
+            )
+            self._writers[dtype] = plan
+
+    @staticmethod
+    def _prepared(plan: Any, what: str) -> Any:
+        if plan.prepared is None:
+            raise RuntimeError(
+                f"{what} is not prepared, and b12x would compile it now; warm_up has to be told of "
+                "every size before the first batch"
+            )
+        return plan
+
+    # Operations
+
+    def write_records(
+        self, latents: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """See :meth:`SparseMLAKernels.write_records`. Records have the planned width.
+
+        A value byte or a scale may differ by one step from another provider's: b12x multiplies by
+        an approximate reciprocal.
+        """
+        sizes, _ = self._planned()
+        width = sizes.record_bytes
+        _check_tensor("the cache", cache, [torch.uint8], (None, sizes.page_size, width))
+        _check(
+            cache.stride()[1:] == (width, 1),
+            f"the cache's strides inside a page are {cache.stride()[1:]} bytes, need ({width}, 1)",
+        )
+        _check(
+            cache.stride(0) >= sizes.page_size * width or cache.shape[0] == 1,
+            f"pages of {sizes.page_size * width} bytes lie {cache.stride(0)} bytes apart",
+        )
+        _check_aligned("the cache", cache, 16, cache.stride(0))
+        _check_tensor("latents", latents, [torch.bfloat16], (None, LATENT_DIM))
+        _check(
+            latents.stride(1) == 1 and latents.shape[0] >= slot_mapping.shape[0],
+            f"latents are {tuple(latents.shape)} with strides {latents.stride()}, need at least "
+            f"{slot_mapping.shape[0]} rows with an inner stride of 1",
+        )
+        _check_aligned("latents", latents, 4, latents.stride(0) * 2)
+        _check_tensor("slot_mapping", slot_mapping, [torch.int32, torch.int64], (None,))
+        _check(
+            slot_mapping.is_contiguous(),
+            f"slot_mapping has a stride of {slot_mapping.stride(0)}, need 1",
+        )
+        if not slot_mapping.shape[0]:
+            return
+        plan = self._prepared(self._writers[slot_mapping.dtype], "the record writer")
+        self._mla.concat_and_cache_glm_next_mla(latents, cache, slot_mapping, plan=plan)
+
+    def select_pools(
+        self,
+        q_fp8: torch.Tensor,
+        weights: torch.Tensor,
+        index_pages: torch.Tensor,
+        page_table: torch.Tensor,
+        req_id: torch.Tensor,
+        pool_counts: torch.Tensor,
+        topk: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :meth:`SparseMLAKernels.select_pools`.
+
+        Of pools with equal scores at the last place, any may be chosen; the order of what was
+        chosen is the documented one.
+        """
+        sizes, plans = self._planned()
+        heads, i32 = sizes.index_heads, [torch.int32]
+        rows = q_fp8.shape[0]
+        _check_tensor("q_fp8", q_fp8, [torch.float8_e4m3fn], (None, heads, INDEX_DIM))
+        _check_tensor("weights", weights, [torch.float32], (rows, heads))
+        _check_tensor("page_table", page_table, i32, (None, None))
+        _check_tensor("req_id", req_id, i32, (rows,))
+        _check_tensor("pool_counts", pool_counts, i32, (rows,))
+        _check(topk == sizes.topk, f"topk is {topk}, {sizes.topk} is prepared")
+        for name, tensor in (("page_table", page_table), ("req_id", req_id)):
+            _check(tensor.stride(-1) == 1, f"{name} has strides {tensor.stride()}, need 1 inside")
+        columns = page_table.shape[1]
+        _check(
+            columns <= MAX_PAGES,
+            f"the page table has {columns} columns, {MAX_PAGES} are prepared: "
+            f"{MAX_PAGES * POOLS_PER_INDEX_PAGE:,} pools a request",
+        )
+        cache, units = self._index_view(index_pages)
+        device = q_fp8.device
+        ids = torch.empty((rows, topk), dtype=torch.int32, device=device)
+        scores = torch.empty((rows, topk), dtype=torch.float32, device=device)
+        if not rows:
+            return ids, scores
+        if not columns or not page_table.shape[0] or not index_pages.shape[0]:
+            return ids.fill_(-1), scores.fill_(-math.inf)
+        q_fp8, weights = q_fp8.contiguous(), weights.contiguous()
+        # A piece may not begin in the middle of 16 bytes; all limits are multiples of 8 rows.
+        most = min(SELECT_ROWS[-1], self._tables.numel() // columns // 8 * 8)
+        for begin in range(0, rows, most):
+            end = min(begin + most, rows)
+            count = end - begin
+            table = self._tables[: count * columns].view(count, columns)
+            lengths = self._lengths[:count]
+            _launch_row_tables(page_table, req_id, pool_counts, table, lengths, units, begin)
+            row_plan = _smallest(plans.select, count)
+            binding = self._dsa.bind(
+                self._prepared(row_plan.plan, f"a selection for {count} rows"),
+                scratch=self._scratch,
+                q_fp8=q_fp8[begin:end],
+                query_weights=weights[begin:end],
+                index_k_cache=cache,
+                page_table=table,
+                cache_lengths=lengths,
+                active_width=self._capacity,
+                output_indices=ids[begin:end],
+                output_scores=scores[begin:end],
+            )
+            self._dsa.run(binding)
+            _launch_order(ids[begin:end], scores[begin:end], lengths)
+        return ids, scores
+
+    @staticmethod
+    def _index_view(index_pages: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """The cache with pages ``PAGE_UNIT`` bytes apart, and how many of these a page is."""
+        width = index_pages.shape[1:].numel()
+        _check(
+            index_pages.dtype == torch.uint8
+            and index_pages.dim() in (2, 3)
+            and width == INDEX_PAGE_BYTES
+            and (index_pages.dim() == 2 or index_pages.shape[2] == INDEX_RECORD_BYTES),
+            f"index pages are {tuple(index_pages.shape)} of {index_pages.dtype}, need pages of "
+            f"{POOLS_PER_INDEX_PAGE} x {INDEX_RECORD_BYTES} or {INDEX_PAGE_BYTES} bytes",
+        )
+        inner = (INDEX_RECORD_BYTES, 1) if index_pages.dim() == 3 else (1,)
+        _check(
+            index_pages.stride()[1:] == inner,
+            f"index page strides inside a page are {index_pages.stride()[1:]}, need {inner}",
+        )
+        pages = index_pages.shape[0]
+        if pages <= 1:
+            return index_pages.as_strided((pages, INDEX_PAGE_BYTES), (PAGE_UNIT, 1)), 0
+        units = page_units(pages, index_pages.stride(0))
+        _check_aligned("index_pages", index_pages, PAGE_UNIT)
+        view = ((pages - 1) * units + 1, INDEX_PAGE_BYTES)
+        return index_pages.as_strided(view, (PAGE_UNIT, 1)), units
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        records: torch.Tensor,
+        row_ids: torch.Tensor,
+        counts: torch.Tensor,
+        scale: float,
+        scratch: Scratch | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :meth:`SparseMLAKernels.attend`. Records are contiguous; scratch is ignored.
+
+        Raises:
+            RuntimeError: nothing was prepared for the number of heads.
+        """
+        sizes, plans = self._planned()
+        width = sizes.record_bytes
+        _check_tensor("records", records, [torch.uint8], (None, width))
+        _check(
+            records.is_contiguous(),
+            f"records have strides {records.stride()}, need ({width}, 1)",
+        )
+        _check_aligned("records", records, 16)
+        _check(
+            records.shape[0] <= _INT32_MAX,
+            f"{records.shape[0]:,} records, row ids of int32 reach {_INT32_MAX:,}; lower "
+            "--gpu-memory-utilization or set --num-gpu-blocks-override",
+        )
+        _check_tensor("q", q, [torch.bfloat16], (None, None, LATENT_DIM))
+        rows, heads = q.shape[:2]
+        _check_tensor("row_ids", row_ids, [torch.int32], (rows, sizes.width))
+        _check_tensor("counts", counts, [torch.int32], (rows,))
+        _check(
+            row_ids.is_contiguous() and counts.is_contiguous(),
+            f"row_ids and counts have strides {row_ids.stride()} and {counts.stride()}, need "
+            "contiguous rows",
+        )
+        _check(
+            math.isclose(scale, sizes.scale, rel_tol=1e-6),
+            f"the softmax scale is {scale}, {sizes.scale} is prepared",
+        )
+        if heads not in plans.extend:
+            raise RuntimeError(
+                f"attention of {heads} heads is not prepared, only of {sorted(plans.extend)}"
+            )
+        out = torch.empty((rows, heads, LATENT_DIM), dtype=q.dtype, device=q.device)
+        lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device)
+        if not rows:
+            return out, lse
+        if not records.shape[0]:
+            return out.zero_(), lse.fill_(-math.inf)
+        q = q.contiguous()
+        _check_aligned("q", q, 16)
+        lengths = torch.empty(rows, dtype=torch.int32, device=q.device)
+        _launch_lengths(row_ids, counts, lengths)
+        if self.check_rows:
+            self._check_rows(row_ids, lengths, records.shape[0])
+        row_plan = plans.attention(rows, heads)
+        plan = self._prepared(row_plan.plan, f"attention of {rows} rows and {heads} heads")
+        for begin in range(0, rows, row_plan.rows):
+            part = slice(begin, min(begin + row_plan.rows, rows))
+            binding = self._mla.bind(
+                plan,
+                scratch=self._scratch,
+                q=q[part],
+                kv_cache=records.unsqueeze(0),
+                selected_indices=row_ids[part],
+                cache_lengths=lengths[part],
+                selected_lengths=lengths[part],
+            )
+            part_out, part_lse = self._mla.run(binding)
+            out[part].copy_(part_out)
+            if row_plan.natural_lse:
+                lse[part].copy_(part_lse)
+            else:
+                torch.mul(part_lse, _LN2, out=lse[part])
+        return out, lse
+
+    @staticmethod
+    def _check_rows(row_ids: torch.Tensor, lengths: torch.Tensor, records: int) -> None:
+        column = torch.arange(row_ids.shape[1], device=row_ids.device)
+        read = torch.where(column < lengths.unsqueeze(1), row_ids, -1)
+        largest = int(read.max())
+        if largest >= records:
+            row = int((read == largest).any(dim=1).nonzero()[0])
+            raise IndexError(f"query row {row} reads record {largest} of {records}")
+
+
+def _scratch_bytes(plan: Any) -> int:
+    return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in plan.scratch_specs())
