@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
+from vllm.plugins.b12x_mla_sparse import BACKEND_NAME
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -30,7 +32,9 @@ class CkvReferencePlatform(CpuPlatform):
             ValueError: sparse attention without a selected backend, or a backend that refuses
                 the configuration (every reason is listed, as on a GPU).
         """
-        if not attn_selector_config.use_sparse:
+        # The base class replaces any backend that is not its own; ours then refuses in words.
+        ours = selected_backend is not None and selected_backend.name == BACKEND_NAME
+        if not attn_selector_config.use_sparse and not ours:
             # The base class takes None, though its annotation does not say so.
             return super().get_attn_backend_cls(
                 selected_backend,  # type: ignore[arg-type]
