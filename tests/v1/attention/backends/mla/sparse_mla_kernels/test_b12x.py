@@ -6,14 +6,21 @@ not, they need compute capability 12.x. They are compiled for it (slowly, in a p
 own), and a torch emulation that promises no more than the package stands in for them.
 """
 
+import csv
+import importlib
 import importlib.util
 import math
+import os
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import vllm.platforms
+from vllm.v1.attention.backends.mla import sparse_mla_kernels
 from vllm.v1.attention.backends.mla.sparse_mla_kernels import SparseMLAKernels
 from vllm.v1.attention.backends.mla.sparse_mla_kernels import torch_reference as ref
 
@@ -72,6 +79,31 @@ def started(warm):
 
 def test_satisfies_the_protocol():
     assert isinstance(provider.B12xKernels(ref.TorchReferenceKernels()), SparseMLAKernels)
+
+
+@pytest.mark.parametrize("capability", [120, 121])
+def test_sm120_and_sm121_choose_b12x_or_say_how_to_install_it(monkeypatch, capability):
+    platform = SimpleNamespace(
+        is_cuda=lambda: True,
+        has_device_capability=lambda wanted: capability >= wanted,
+        is_device_capability_family=lambda family: capability // 10 == family // 10,
+    )
+    monkeypatch.setattr(vllm.platforms, "current_platform", platform, raising=False)
+    choose = sparse_mla_kernels.get_kernels.__wrapped__
+    assert type(choose()) is provider.B12xKernels
+    # Stock vLLM's logger does not propagate, so look at what it is given.
+    lines = []
+    monkeypatch.setattr(
+        sparse_mla_kernels.logger, "warning", lambda text, *args: lines.append(text % args)
+    )
+    # None in sys.modules is a module that cannot be imported.
+    for missing in ("b12x.attention.sparse_mla", "b12x.attention.dsa_indexer"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, missing, None)
+            assert type(choose()).__name__ == "TritonKernels"
+    assert len(lines) == 2
+    for line in lines:
+        assert "pip install 'vllm-b12x-ckv[b12x]'" in line and "\n" not in line
 
 
 # The package's contract
@@ -494,3 +526,155 @@ def test_an_unprepared_plan_is_an_error_and_not_a_compilation(started, monkeypat
     with pytest.raises(RuntimeError, match="selection for 3 rows is not prepared"):
         kernels.select_pools(**select_arguments())
     assert not fake.log
+
+
+# Native compilation
+
+
+def test_the_programs_of_tp4_dcp4_compile_for_sm_120a():
+    """In a process of its own; all geometries: benchmarks/compile_b12x.py."""
+    tool = load("compile_b12x", ROOT / "benchmarks" / "compile_b12x.py")
+    rows = tool.compile_set("tp4dcp4", timeout=600)
+    programs = {row["program"] for row in rows}
+    assert programs >= {
+        "attention.mla.glm_next_kv_cache",
+        "attention.mla.sm120.decode",
+        "attention.mla.merge",
+        "attention.mla.sm120.prefill_mg",
+        "attention.indexer.paged_tiled_logits",
+        "attention.indexer.tiled_topk",
+        "triton._split_decode_final_lse_kernel",
+        "triton._lengths_kernel",
+        "triton._row_tables_kernel",
+        "triton._order_kernel",
+    }
+    for row in rows:
+        assert row["spill_bytes"] == 0, row
+        assert row["shared_bytes"] <= tool.SHARED_LIMIT + 1024 and row["registers"] <= 255, row
+
+
+def test_the_table_of_compiled_programs_is_complete():
+    with (ROOT / "benchmarks" / "results" / "b12x_sm120a.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    attention = {row["geometry"] for row in rows if "mla.sm120" in row["program"]}
+    pages = [row["geometry"] for row in rows if "kv_cache" in row["program"]]
+    for record in ("528 bytes", "304 bytes", "528 bytes, sm_121"):
+        for heads in (8, 16, 32, 64):
+            limit = provider.extend_rows(heads)
+            assert f"extend/{heads} heads/{limit} rows, {record}" in attention
+            assert any(name.startswith(f"decode/{heads} heads") for name in attention)
+    for page in (64, 1280, 2304, 4352, 8704):
+        for record in (528, 304):
+            assert f"page {page}, int64 slots, {record} bytes" in pages
+    assert all(int(row["spill_bytes"]) == 0 for row in rows)
+
+
+# The package's reference functions as oracle
+
+
+def test_records_are_those_of_the_packages_reference_codec():
+    """Byte for byte: both divide by amax / 448. Its kernel does not, see the next test."""
+    from b12x.attention.sparse_mla import reference
+
+    latents = (torch.randn(64, 512) * torch.logspace(-30, 4, 64).unsqueeze(1)).bfloat16()
+    latents[3], latents[4, 128:256] = 0, 0
+    packed = reference.pack_mla_kv_cache_reference(latents).squeeze(1)
+    assert torch.equal(packed, ref.quantize_records(latents))
+    unpacked = reference.unpack_mla_kv_cache_reference(packed).squeeze(1)
+    assert torch.equal(unpacked, ref.dequantize_records(packed))
+
+
+def test_two_writers_of_records_differ_by_one_step():
+    """What to expect of b12x's kernel: scale = amax * (1 / 448), value * (1 / scale) in fp32.
+
+    Absolute tolerance one e4m3 step of the value; scales one unit in the last place.
+    """
+    latents = torch.randn(200, 512).bfloat16()
+    mine = ref.quantize_records(latents)
+    groups = latents.float().unflatten(1, (4, 128))
+    scales = groups.abs().amax(2) * torch.tensor(1 / 448, dtype=torch.float32)
+    values = (groups * (1 / scales).unsqueeze(2)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    codes = values.flatten(1).view(torch.uint8).short()
+    apart = (codes - mine[:, :512].short()).abs()
+    assert int(apart.max()) <= 1 and float((apart > 0).float().mean()) < 0.01
+    bits = scales.view(torch.int32) - mine[:, 512:].contiguous().view(torch.int32)
+    assert int(bits.abs().max()) <= 1
+
+
+def test_attention_against_the_packages_reference():
+    """Output 2^-8 relative (bf16) or 1e-5 absolute; log-sum-exp 1e-5; cosine 1 - 1e-6."""
+    from b12x.attention.sparse_mla import reference
+
+    records = ref.quantize_records(torch.randn(300, 512))
+    q = torch.randn(9, 16, 512).bfloat16()
+    ids = torch.randint(-1, 300, (9, 2051), dtype=torch.int32)
+    counts = int32([2051, 0, 1, 63, 64, 65, 100, 2000, 7])
+    ids[8] = -1
+    want, want_lse = reference.sparse_mla_reference(
+        q_all=q,
+        kv_cache=records.unsqueeze(1),
+        page_table_1=ids,
+        active_token_counts=counts,
+        sm_scale=SCALE,
+        v_head_dim=512,
+        return_lse=True,
+    )
+    out, lse = ref.TorchReferenceKernels().attend(q, records, ids, counts, SCALE)
+    torch.testing.assert_close(out.float(), want.float(), rtol=2**-8, atol=1e-5)
+    # Its log-sum-exp is of base 2 whatever the plan says.
+    torch.testing.assert_close(lse, want_lse * math.log(2), rtol=1e-5, atol=1e-5)
+    live = [0, 2, 3, 4, 5, 6, 7]
+    cosine = torch.cosine_similarity(out[live].flatten(1).float(), want[live].flatten(1).float())
+    assert float(cosine.min()) > 1 - 1e-6
+    assert bool((want[[1, 8]] == 0).all()) and bool(torch.isneginf(want_lse[[1, 8]]).all())
+
+
+def test_index_pages_and_logits_against_the_packages_reference():
+    """Pages byte for byte; scores 1e-4 relative or 1e-4 absolute (fp32 sums of 32 heads)."""
+    from b12x.attention.dsa_indexer import reference
+
+    keys = torch.randn(64 * 5 + 9, 128)
+    cache = reference.pack_index_k_cache_reference(keys)
+    planes, scales = ref.index_planes(cache)
+    assert cache.shape == (6, PAGE_BYTES)
+    flat = planes.contiguous().view(torch.float8_e4m3fn).float().flatten(0, 1)
+    flat = flat * scales.contiguous().view(torch.float32).flatten().unsqueeze(1)
+    unpacked = reference.unpack_index_k_cache_reference(cache, num_tokens=keys.shape[0])
+    assert torch.equal(flat[: keys.shape[0]], unpacked)
+
+    table = torch.randperm(6).int().unsqueeze(0)
+    q = torch.randn(4, 32, 128).to(torch.float8_e4m3fn)
+    weights = torch.randn(4, 32)
+    counts = int32([1, 64, 200, 329])
+    logits = reference.paged_decode_logits_reference(
+        q_fp8=q,
+        weights=weights,
+        index_k_cache=cache,
+        real_page_table=table,
+        query_row_to_batch=torch.zeros(4, dtype=torch.int32),
+        seqlens_per_query=counts,
+    )
+    ids, scores = ref.TorchReferenceKernels().select_pools(
+        q, weights, cache, table, torch.zeros(4, dtype=torch.int32), counts, 512
+    )
+    for row in range(4):
+        live = int(counts[row])
+        assert ids[row, :live].tolist() == list(range(live))
+        torch.testing.assert_close(scores[row, :live], logits[row, :live], rtol=1e-4, atol=1e-4)
+
+
+# Under Triton's interpreter, in a process of its own
+
+
+def test_the_kernels_of_this_module_under_the_interpreter():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    suite = HERE / "b12x_interpreted.py"
+    child = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(suite)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert child.returncode == 0, child.stdout[-6000:] + child.stderr[-2000:]
+    assert " passed" in child.stdout and " failed" not in child.stdout

@@ -43,6 +43,7 @@ def test_the_platform_chooses_the_provider(monkeypatch, cuda, capability, expect
     platform = SimpleNamespace(
         is_cuda=lambda: cuda,
         has_device_capability=lambda wanted: capability >= wanted,
+        is_device_capability_family=lambda family: capability // 10 == family // 10,
         get_device_capability=lambda: capability,
     )
     monkeypatch.setattr(vllm.platforms, "current_platform", platform, raising=False)

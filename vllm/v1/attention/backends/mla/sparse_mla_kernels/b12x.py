@@ -44,8 +44,6 @@ from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
 from .base import INDEX_DIM, LATENT_DIM, Scratch, SparseMLAKernels
 from .triton import TritonKernels
 
-INSTALL = "pip install 'vllm-b12x-ckv[b12x]'"
-
 _RECORD_BYTES = (FP8_DS_MLA.record_bytes, NVFP4_DS_MLA.record_bytes)
 _INT32_MAX = 2**31 - 1
 _LN2 = math.log(2)
