@@ -117,7 +117,7 @@ def test_write_skips_negative_slots_and_touches_nothing_else(kernels, slot_dtype
 
 def test_wrong_width_or_stride_names_both_sides(kernels):
     latents, slots = torch.zeros(1, 512).bfloat16(), torch.zeros(1).long()
-    for width in (304, 656):
+    for width in (352, 656):
         with pytest.raises(ValueError, match=f"{width}.*528"):
             kernels.write_records(latents, torch.zeros(1, 64, width).byte(), slots)
     inner2 = torch.zeros(1, 64, 2 * RECORD).byte()[:, :, ::2]
@@ -477,6 +477,7 @@ def test_many_rows_of_many_requests(kernels, heads, topk):
     """Enough rows for DeepGEMM, where there is one; the table's unused entries are no pages."""
     rows, requests = 700, 3
     records, q, w = integer_index(40 * PLACES, heads, rows, heads)
+    w[:, 2:] = 0  # two heads: so few different scores that the last place is always contested
     table = torch.full((requests, 20), POISON, dtype=torch.int32)
     counts = torch.zeros(rows, dtype=torch.int32)
     order = torch.randperm(40).int()
@@ -707,6 +708,7 @@ def test_the_way_to_compiled_selection_and_back(kernels, monkeypatch, topk):
     monkeypatch.setattr(module, "_SETTLE_BLOCK", 64)
     rows = 9
     records, q, w = integer_index(500, 32, rows, topk)
+    w[:, 2:] = 0  # two heads: so few different scores that the last place is always contested
     table = torch.full((2, 9), POISON, dtype=torch.int32)
     table[0, :8], table[1, :3] = torch.randperm(8).int(), int32([5, 0, 2])
     args = (q, w, planar(records), table, int32([0, 1, 1, 0, -1, 0, 1, 0, 1]))
@@ -787,3 +789,81 @@ def test_attention_without_rows_or_records(kernels):
         1.0,
     )
     assert out.shape == (0, 3, 512) and lse.shape == (0, 3)
+
+
+# NVFP4 records
+
+
+def test_nvfp4_record_bytes():
+    latents = torch.zeros(3, 512, dtype=torch.bfloat16)
+    # The token's scale is 2688 / 2688 = 1, the first group's scale 448: codes in steps of 448.
+    latents[0, :8] = torch.tensor([2688, -1344, 448, 224, 0, 672, -112, -96]).bfloat16()
+    # A group of its own: scale 96 / 6 = 16.
+    latents[0, 16:20] = torch.tensor([96, -48, 8, 16]).bfloat16()
+    latents[1, 511] = 6.0
+    records = ref.quantize_nvfp4_records(latents)
+    assert records.shape == (3, 304) and records.dtype == torch.uint8
+    # 224 = 0.5 steps; 112 = 0.25 steps is a tie that goes to 0, 96 rounds to 0.
+    assert records[0, :4].tolist() == [0xD7, 0x12, 0x30, 0x88]
+    assert records[0, 8:10].tolist() == [0xD7, 0x21]
+    scales = records[:, 256:288].contiguous().view(torch.float8_e4m3fn).float()
+    assert scales[0, :3].tolist() == [448, 16, 0] and scales[1, 31] == 448
+    token = records[:, 292:296].contiguous().view(torch.float32).flatten()
+    torch.testing.assert_close(token, torch.tensor([1.0, 6 / 2688, 0.0]))
+    assert bool((records[:, 288:292] == 0).all()) and bool((records[:, 296:] == 0).all())
+    assert bool((records[2] == 0).all())
+    back = ref.dequantize_records(records)
+    assert back[0, :8].tolist() == [2688, -1344, 448, 224, 0, 672, 0, 0]
+    torch.testing.assert_close(back[1, 511], torch.tensor(6.0))
+
+
+def test_every_e2m1_border_goes_to_the_even_code():
+    borders = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
+    latents = torch.zeros(1, 512)
+    latents[0, 0], latents[0, 1:8], latents[0, 8:15] = (
+        6.0,
+        torch.tensor(borders),
+        -torch.tensor(borders),
+    )
+    back = ref.dequantize_records(ref.quantize_nvfp4_records(latents * 448))[0] / 448
+    want = [0, 1, 1, 2, 2, 4, 4]
+    torch.testing.assert_close(back[1:8], torch.tensor(want).float())
+    torch.testing.assert_close(back[8:15], -torch.tensor(want).float())
+
+
+def test_nvfp4_round_trip_error_is_half_a_step():
+    latents = (torch.randn(64, 512) * torch.logspace(-20, 4, 64).unsqueeze(1)).bfloat16()
+    back = ref.dequantize_records(ref.quantize_nvfp4_records(latents), torch.float64)
+    x = latents.double().unflatten(1, (32, 16))
+    amax = x.abs().amax(2, keepdim=True)
+    token = amax.amax(1, keepdim=True)
+    # Half of the widest step, 2 of 6; a scale is off by 1/16 of it, or half an e4m3 subnormal.
+    bound = (amax / 6) * (1 + 1 / 16) + token / 2688 * 2**-10 * 7
+    assert bool(((back.unflatten(1, (32, 16)) - x).abs() <= bound).all())
+
+
+def test_nvfp4_records_are_packed(kernels):
+    cache = strided_pages(3, (64, 304), 16 * 11, 0xAB)
+    cache.copy_(torch.randint(0, 256, cache.shape, dtype=torch.uint8))
+    out = torch.full((75, 304), 0x5A, dtype=torch.uint8)
+    kernels.pack_records(cache, int32([[2, 0], [1, POISON]]), int32([66, 5]), int32([0, 68]), out)
+    want = torch.full_like(out, 0x5A)
+    want[:64], want[64:66], want[68:73] = cache[2], cache[0, :2], cache[1, :5]
+    assert torch.equal(out, want)
+
+
+def test_attention_over_nvfp4_records(kernels):
+    reference_only(kernels)
+    latents = torch.randn(40, 512).bfloat16()
+    cache = torch.zeros(1, 64, 304, dtype=torch.uint8)
+    kernels.write_records(latents, cache, torch.arange(40))
+    q = torch.randn(2, 8, 512).bfloat16()
+    ids = torch.randint(0, 40, (2, 35), dtype=torch.int32)
+    out, lse = kernels.attend(q, cache[0], ids, int32([35, 3]), 0.0625)
+    keys = ref.dequantize_records(cache[0], torch.float64)
+    for row, count in enumerate((35, 3)):
+        key = keys[ids[row, :count].long()]
+        scores = q[row].double() @ key.T * 0.0625
+        torch.testing.assert_close(lse[row].double(), scores.logsumexp(1), rtol=1e-5, atol=1e-5)
+        want = scores.softmax(1) @ key
+        torch.testing.assert_close(out[row].double(), want, rtol=2**-8, atol=1e-3)
