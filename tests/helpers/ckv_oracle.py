@@ -28,13 +28,17 @@ def e4m3_values() -> torch.Tensor:
 
 def stored_latents(latents: torch.Tensor) -> torch.Tensor:
     """[T, 512] bf16 -> float64 as an FP8 record holds them."""
-    groups = latents.double().view(-1, 4, 128)
+    groups = latents.float().view(-1, 4, 128)
     scale = groups.abs().amax(2, keepdim=True) / 448
     scale = torch.where(scale > 0, scale, 1.0)
     table = e4m3_values()
     middle = (table[1:] + table[:-1]) / 2
-    magnitude = table[torch.bucketize((groups / scale).abs(), middle)]
-    return (magnitude * groups.sign() * scale.float().double()).flatten(1)
+    value = (groups / scale).abs().double()
+    code = torch.bucketize(value, middle)
+    # Ties go to the even code; bf16 latents make many.
+    tie = value == middle[code.clamp(max=middle.numel() - 1)]
+    magnitude = table[code + (tie & (code % 2 == 1)).long()]
+    return (magnitude * groups.double().sign() * scale.double()).flatten(1)
 
 
 @dataclass

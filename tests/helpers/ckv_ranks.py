@@ -172,20 +172,46 @@ class Arena:
         pages = (cls.SPAN - rows * width) // stride + 1
         return cls._known[key].as_strided((pages, rows, width), (stride, width, 1))
 
+    @staticmethod
+    def first_high_page(cache: torch.Tensor) -> int:
+        """The first page that begins beyond 2^31 bytes."""
+        return 2**31 // cache.stride(0) + 1
+
 
 @dataclass
 class BlockTables:
-    """The blocks of every request on one rank: a list of page numbers each, and a tail block."""
+    """The blocks of every request on one rank: a list of page numbers each.
+
+    high_page, high_index_page: latent pages from the first number on have their index pages from
+        the second number on. A test that wants high pages of both kinds sets them.
+    """
 
     pages: list[list[int]] = field(default_factory=list)
+    high_page: int = 2**31
+    high_index_page: int = 0
 
-    def tensor(self, requests: list[int], per_block: int, pad_rows: int) -> torch.Tensor:
-        """Rows of a step; ``per_block`` kernel pages per block; what is past the end is stale."""
-        width = max([len(self.pages[r]) for r in requests], default=0) * per_block + 1
-        table = torch.full((len(requests) + pad_rows, width), POISON_ID, dtype=torch.int32)
-        for row, request in enumerate(requests):
-            ids = [p * per_block + i for p in self.pages[request] for i in range(per_block)]
-            table[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+    def latents(self, requests: list[int], pad_rows: int) -> torch.Tensor:
+        """(rows, B) int32: the latent pages of the requests of a step."""
+        return self._tensor([self.pages[r] for r in requests], pad_rows)
+
+    def index(self, requests: list[int], per_block: int, pad_rows: int) -> torch.Tensor:
+        """(rows, B * per_block) int32: their index pages, ``per_block`` for every latent page."""
+        first = {p: p * per_block for r in requests for p in self.pages[r]}
+        for page in first:
+            if page >= self.high_page:
+                first[page] = self.high_index_page + (page - self.high_page) * per_block
+        return self._tensor(
+            [[first[p] + i for p in self.pages[r] for i in range(per_block)] for r in requests],
+            pad_rows,
+        )
+
+    @staticmethod
+    def _tensor(rows: list[list[int]], pad_rows: int) -> torch.Tensor:
+        # What lies past a request's pages is stale, and so are the rows of padding.
+        width = max([len(row) for row in rows], default=0) + 1
+        table = torch.full((len(rows) + pad_rows, width), POISON_ID, dtype=torch.int32)
+        for number, row in enumerate(rows):
+            table[number, : len(row)] = torch.tensor(row, dtype=torch.int32)
         return table
 
 
@@ -322,14 +348,14 @@ class SimulatedRank:
             num_decodes=step.num_decode_tokens,
             num_decode_tokens=step.num_decode_tokens,
             num_prefills=len(step.requests) - step.num_decode_tokens,
-            block_table=self.tables.tensor(step.requests, 1, step.pad_rows),
+            block_table=self.tables.latents(step.requests, step.pad_rows),
             req_id_per_token=step.request_rows(),
             seq_lens=local,
             block_size=self.sizes.page_size,
             cp_kv_cache_interleave_size=interleave,
             ckv_plan=decision,
         )
-        index_table = self.tables.tensor(step.requests, self.sizes.page_size // 256, step.pad_rows)
+        index_table = self.tables.index(step.requests, self.sizes.page_size // 256, step.pad_rows)
         pool_slots = torch.full_like(slots, POISON_ID)
         ops.compressed_slot_mapping(
             pool_slots, slots, starts, lengths, index_table, 64, POOL, world, interleave
