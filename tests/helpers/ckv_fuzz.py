@@ -87,27 +87,32 @@ class Case:
 
 @st.composite
 def cases(draw) -> Case:
-    world = draw(st.integers(1, 8))
+    world = draw(st.sampled_from([2, 2, 3, 3, 4, 4, 1, 5, 6, 7, 8]))
     page_size = draw(st.sampled_from([256, 256, 256, 512, 768, 2304]))
     interleave = draw(st.sampled_from([i for i in (4, 4, 8, 12, 16, 36, 64) if page_size % i == 0]))
     num_steps = draw(st.integers(1, 3))
-    rows = st.tuples(*[st.sampled_from([1, 0, 2, 3, 4, 5, 7, 8, 11, 13])] * num_steps)
+    rows = st.tuples(*[st.sampled_from([2, 1, 0, 3, 4, 5, 7, 8, 11, 13])] * num_steps)
     block = world * page_size
-    lengths = [st.integers(0, 9), st.integers(0, 70)]
+    lengths = [*range(10), 15, 16, 17, 31, 47, 64, 70]
     if block <= 1024:
-        lengths.append(st.integers(block - 2, block + 9))
+        lengths += range(block - 2, block + 9)
     requests = []
-    for number in range(draw(st.integers(1, 5))):
-        shares = draw(st.sampled_from([None, *range(number)])) if block <= 1024 else None
+    for number in range(draw(st.sampled_from([1, 2, 2, 3, 4, 5]))):
+        shares = None
+        if number and block <= 1024:
+            shares = draw(st.sampled_from([None, *range(number)]))
         requests.append(
             Request(
                 start=draw(st.integers(0, 511)),
-                cached=draw(st.one_of(*lengths)),
+                cached=draw(st.sampled_from(lengths)),
                 shares=shares,
                 rows=draw(rows),
-                prompt_steps=draw(st.sampled_from([3, 3, 3, 2, 1, 0])),
+                prompt_steps=draw(st.sampled_from([3] * 9 + [2, 1, 0])),
             )
         )
+    slack, min_tokens = draw(st.sampled_from([(100, 0)] * 5 + [(0, 0), (1, 0), (-1, 0), (100, 16)]))
+    gap_rows, cut = draw(st.sampled_from([(0, 0), (0, 37), (1, 71), (5, 0)]))
+    pad_rows, pad_tokens = draw(st.sampled_from([(0, 0), (0, 0), (2, 0), (0, 3), (2, 3)]))
     return Case(
         world=world,
         interleave=interleave,
@@ -115,13 +120,13 @@ def cases(draw) -> Case:
         pool_topk=draw(st.sampled_from([4, 1, 2, 8])),
         layers=draw(st.sampled_from([1, 1, 1, 2])),
         heads=draw(st.sampled_from([1, 2])) if world <= 4 else 1,
-        slack=draw(st.sampled_from([100, 100, 100, 0, 1, -1])),
-        min_tokens=draw(st.sampled_from([0, 0, 0, 16])),
-        gap_rows=draw(st.sampled_from([0, 1, 5])),
+        slack=slack,
+        min_tokens=min_tokens,
+        gap_rows=gap_rows,
         pages=draw(st.integers(0, 99)),
-        cut=draw(st.sampled_from([0, 37, 71])),
-        pad_rows=draw(st.sampled_from([0, 0, 2])),
-        pad_tokens=draw(st.sampled_from([0, 0, 3])),
+        cut=cut,
+        pad_rows=pad_rows,
+        pad_tokens=pad_tokens,
         requests=tuple(requests),
     )
 

@@ -124,6 +124,6 @@ class Bank:
             tokens += range(int(complete[row]) * POOL, int(seen[row]))
             lists.append(tokens)
             selected[row, tokens] = True
-        logits = self.logits[query, :heads][:, :, places]
+        logits = self.logits[query[:, None, None], torch.arange(heads)[:, None], places]
         logits = logits.masked_fill(~selected[:, None], float("-inf"))
         return Expected(lists, logits.softmax(-1) @ self.stored[places], logits.logsumexp(-1))

@@ -225,6 +225,7 @@ class SimulatedRank:
         self.gather = plan.CkvGather(configuration(sizes))
         self.gather.limits = replace(self.gather.limits, min_query_tokens=sizes.min_tokens)
         self.tables = BlockTables()
+        self.decision_options: dict[str, bool] = {"capturing": False}
         self.caches = [
             Arena.view(("latents", i), sizes.page_size, RECORD, gap_rows)
             for i in range(sizes.layers)
@@ -333,7 +334,10 @@ class SimulatedRank:
             num_reqs=len(lengths),
         )
         decision = self.gather.plan_batch(
-            common, num_decode_tokens=step.num_decode_tokens, capturing=False, count=count
+            common,
+            num_decode_tokens=step.num_decode_tokens,
+            count=count,
+            **self.decision_options,
         )
         world, interleave = self.sizes.world, self.sizes.interleave
         rest = lengths % (world * interleave) - self.rank * interleave

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every rank issues the same collectives with the same sizes, whatever the batch.
+
+Simulated ranks run the real decision, indexer, exchange and attention around kernels that compute
+nothing. The sequence is compared between ranks, which real ones would wait for, and with what the
+batch's numbers say it has to be.
+"""
+
+from dataclasses import dataclass, replace
+
+import ckv_fuzz
+import pytest
+import torch
+from ckv_ranks import INDEX_HEADS, RECORD, Inputs, Sizes, Step, run_step, simulated_ranks
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from lockstep import Call, Lockstep, LockstepDist, Mismatch
+
+from vllm.plugins.b12x_mla_sparse import register
+from vllm.v1.attention.backends.mla.sparse_mla_kernels.torch_reference import TorchReferenceKernels
+
+
+@pytest.fixture(autouse=True, scope="module")
+def gather_on():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_B12X_MLA_CKV_GATHER", "1")
+        register()
+        with ckv_fuzz.quiet():
+            yield
+
+
+class NoKernels(TorchReferenceKernels):
+    """Results of the right shapes: no token is selected and nothing is read or written."""
+
+    def nothing(self, *args, **kwargs) -> None:
+        pass
+
+    write_records = write_pools = pack_records = pack_pools = unpack_pools = nothing
+
+    def select_pools(self, q_fp8, weights, index_pages, page_table, req_id, pool_counts, topk):
+        ids = torch.full((q_fp8.shape[0], topk), -1, dtype=torch.int32)
+        return ids, torch.full(ids.shape, float("-inf"))
+
+    def merge_pool_candidates(self, scores, global_ids, topk):
+        return global_ids[:, :topk].contiguous()
+
+    def filter_local(self, token_ids, req_id, *args, **kwargs):
+        return torch.full_like(token_ids, -1), torch.zeros_like(req_id)
+
+    def attend(self, q, records, row_ids, counts, scale, scratch=None):
+        return torch.zeros_like(q), torch.full(q.shape[:2], float("-inf"))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch and everything else that a decision reads. ``spare``: capacity beyond need."""
+
+    world: int
+    interleave: int
+    cached: tuple[int, ...]
+    rows: tuple[int, ...]
+    prefilling: tuple[bool, ...]
+    spare: int
+    min_tokens: int
+    max_num_seqs: int
+    decodes: bool
+    capturing: bool
+    draft: bool
+    overlap: bool
+    pad_tokens: int
+
+
+@st.composite
+def batches(draw) -> Batch:
+    count = draw(st.integers(1, 6))
+    several = st.tuples
+    rarely = st.sampled_from([False] * 9 + [True])
+    return Batch(
+        world=draw(st.integers(2, 8)),
+        interleave=draw(st.sampled_from([4, 8, 64])),
+        cached=draw(several(*[st.sampled_from([0, 0, 1, 3, 4, 5, 63, 300, 2000])] * count)),
+        rows=draw(several(*[st.sampled_from([3, 1, 2, 4, 5, 17])] * count)),
+        prefilling=draw(several(*[st.sampled_from([True] * 12 + [False])] * count)),
+        spare=draw(st.sampled_from([50, 50, 0, 1, -1])),
+        min_tokens=draw(st.sampled_from([0, 0, 0, 16])),
+        max_num_seqs=draw(st.sampled_from([6, 6, 6, 3])),
+        decodes=draw(rarely),
+        capturing=draw(rarely),
+        draft=draw(rarely),
+        overlap=draw(rarely),
+        pad_tokens=draw(st.sampled_from([0, 3])),
+    )
+
+
+def gathers(batch: Batch) -> bool:
+    """The decision as the design states it."""
+    visible = sum(batch.cached) + sum(batch.rows)
+    return (
+        not (batch.capturing or batch.draft or batch.overlap or num_decodes(batch))
+        and all(batch.prefilling)
+        and batch.min_tokens < sum(batch.rows) <= max(visible + batch.spare, 1)
+        and len(batch.rows) <= batch.max_num_seqs
+        and batch.spare >= 0
+    )
+
+
+def num_decodes(batch: Batch) -> int:
+    return batch.rows.count(1) if batch.decodes else 0
+
+
+def expected_calls(batch: Batch, sizes: Sizes) -> list[Call]:
+    """One layer's collectives, from numbers that every rank knows."""
+    world, interleave = batch.world, batch.interleave
+    rows = sum(batch.rows) + batch.pad_tokens
+    if gathers(batch):
+        lengths = [c + r for c, r in zip(batch.cached, batch.rows, strict=True)]
+
+        def largest(units: list[int], run: int) -> int:
+            return max(
+                sum(sum(u // run % world == rank for u in range(n)) for n in units)
+                for rank in range(world)
+            )
+
+        index = largest([n // 4 for n in lengths], interleave // 4) * 132
+        latents = largest(lengths, interleave) * RECORD
+        return [
+            Call("all_gather_into_tensor", size, world * size) for size in (index, latents) if size
+        ]
+    candidates = 2 * rows * sizes.pool_topk * 4
+    query = rows * 512 * 2
+    partial = world * rows * (512 + 2) * 2
+    return [
+        Call("all_gather_into_tensor", candidates, world * candidates),
+        Call("all_gather_into_tensor", query, world * query),
+        Call("all_to_all_single", partial, partial),
+    ]
+
+
+def play(batch: Batch, change=lambda rank: None) -> tuple[Lockstep, Sizes]:
+    visible = sum(batch.cached) + sum(batch.rows)
+    sizes = Sizes(
+        batch.world,
+        batch.interleave,
+        capacity=max(visible + batch.spare, 1),
+        min_tokens=batch.min_tokens,
+        max_num_seqs=batch.max_num_seqs,
+    )
+    order = sorted(range(len(batch.rows)), key=lambda r: batch.rows[r] != 1)
+    step = Step(
+        requests=order,
+        query_lens=[batch.rows[r] for r in order],
+        seq_lens=[batch.cached[r] + batch.rows[r] for r in order],
+        prefilling=[batch.prefilling[r] for r in order],
+        num_decode_tokens=num_decodes(batch),
+        pad_tokens=batch.pad_tokens,
+    )
+    rows = step.num_tokens + batch.pad_tokens
+    nothing = torch.zeros(rows, 128, dtype=torch.bfloat16)
+    inputs = Inputs(
+        latents=torch.zeros(rows, 512, dtype=torch.bfloat16),
+        k=nothing,
+        gate=nothing,
+        q=torch.zeros(rows, batch.world, 512, dtype=torch.bfloat16),
+        index_q=torch.zeros(rows, INDEX_HEADS, 128, dtype=torch.uint8).view(torch.float8_e4m3fn),
+        weights=torch.zeros(rows, INDEX_HEADS),
+        ape=torch.zeros(4, 128),
+    )
+    with simulated_ranks(sizes, NoKernels()) as (lockstep, ranks):
+        for rank in ranks:
+            # The tail cache has a block for each of max_num_seqs requests; no kernel reads it.
+            rank.tables.pages = [[r * 20 + i for i in range(20)] for r in range(len(order))]
+            rank.decision_options = {"capturing": batch.capturing, "is_draft_layer": batch.draft}
+            rank.gather.vllm_config.parallel_config.use_ubatching = batch.overlap
+            change(rank)
+        for calls in lockstep.calls:
+            calls.clear()
+        run_step(lockstep, ranks, step, [inputs])
+    return lockstep, sizes
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@given(batches())
+def test_ranks_meet_in_the_collectives_that_the_batch_calls_for(batch):
+    lockstep, sizes = play(batch)
+    for calls in lockstep.calls:
+        assert calls == expected_calls(batch, sizes)
+
+
+PLAIN = Batch(
+    world=4, interleave=4, cached=(0,), rows=(4,), prefilling=(True,), spare=0, min_tokens=0,
+    max_num_seqs=6, decodes=False, capturing=False, draft=False, overlap=False, pad_tokens=0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [(1,), (2,), (3,), (4,), (5,), (1, 1), (3, 5)], ids=str)
+def test_ranks_that_own_nothing_enter_all_the_same(rows):
+    batch = replace(PLAIN, rows=rows, cached=(0,) * len(rows), prefilling=(True,) * len(rows))
+    lockstep, sizes = play(batch)
+    assert all(calls == expected_calls(batch, sizes) for calls in lockstep.calls)
+    # Prompts below one pool have no index exchange, on any rank.
+    assert len(lockstep.calls[3]) == 1 + (max(rows) >= 4)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_case_4_the_last_batch_that_fits_and_the_first_that_does_not(world):
+    full = replace(
+        PLAIN, world=world, cached=(2000, 300, 63, 5), rows=(4,) * 4, prefilling=(True,) * 4
+    )
+    lockstep, sizes = play(full)
+    assert [len(calls) for calls in lockstep.calls] == [2] * world
+    assert lockstep.calls[0] == expected_calls(full, sizes)
+    lockstep, sizes = play(replace(full, spare=-1))
+    assert [len(calls) for calls in lockstep.calls] == [3] * world
+
+
+def test_late_numbers_on_a_device_change_no_decision():
+    """Only the host's numbers are equal on all ranks in time; nothing else may be read."""
+
+    def change(rank):
+        decide = rank.gather.plan_batch
+
+        def late(common, **options):
+            common.seq_lens = torch.full_like(common.seq_lens, [-1, 0, 10**6, 7][rank.rank])
+            common.query_start_loc = torch.full_like(common.query_start_loc, rank.rank)
+            return decide(common, **options)
+
+        rank.gather.plan_batch = late
+
+    lockstep, _ = play(replace(PLAIN, rows=(17,), cached=(63,)), change)
+    assert all(calls == lockstep.calls[0] for calls in lockstep.calls)
+    assert len(lockstep.calls[0]) == 2
+
+
+def test_the_model_notices_a_rank_that_decides_alone():
+    def change(rank):
+        if rank.rank == 2:
+            rank.gather.limits = replace(rank.gather.limits, min_query_tokens=100)
+
+    with pytest.raises(Mismatch, match=r"rank 1: Call.*rank 2: Call"):
+        play(replace(PLAIN, rows=(17,)), change)
+
+
+def test_the_model_notices_a_rank_that_ends_early_and_passes_errors_on():
+    lockstep = Lockstep(3)
+    dist = LockstepDist(lockstep)
+
+    def run(rank):
+        if rank < 2:
+            dist.all_gather_into_tensor(torch.empty(3), torch.empty(1))
+
+    with pytest.raises(Mismatch, match="rank 2: has ended"):
+        lockstep.run(run)
+
+    def fail(rank):
+        if rank == 1:
+            raise ZeroDivisionError("of rank 1")
+        dist.all_gather_into_tensor(torch.empty(3), torch.empty(1))
+
+    with pytest.raises(ZeroDivisionError, match="of rank 1"):
+        lockstep.run(fail)
+    every = lockstep.run(lambda rank: gathered(dist, rank))
+    assert every == [[0.0, 1.0, 2.0]] * 3
+
+
+def gathered(dist, rank):
+    every = torch.empty(3)
+    dist.all_gather_into_tensor(every, torch.tensor([float(rank)]))
+    return every.tolist()
