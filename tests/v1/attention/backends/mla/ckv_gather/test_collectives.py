@@ -6,6 +6,7 @@ nothing. The sequence is compared between ranks, which real ones would wait for,
 batch's numbers say it has to be.
 """
 
+import os
 from dataclasses import dataclass, replace
 
 import ckv_fuzz
@@ -18,6 +19,8 @@ from lockstep import Call, Lockstep, LockstepDist, Mismatch
 
 from vllm.plugins.b12x_mla_sparse import register
 from vllm.v1.attention.backends.mla.sparse_mla_kernels.torch_reference import TorchReferenceKernels
+
+CASES = int(os.environ.get("CKV_COLLECTIVE_CASES", "400"))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -178,7 +181,7 @@ def play(batch: Batch, change=lambda rank: None) -> tuple[Lockstep, Sizes]:
     return lockstep, sizes
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=CASES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(batches())
 def test_ranks_meet_in_the_collectives_that_the_batch_calls_for(batch):
     lockstep, sizes = play(batch)
