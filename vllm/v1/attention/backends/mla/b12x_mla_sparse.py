@@ -50,10 +50,11 @@ MODEL_TYPES = ("glm5_next", "glm5_next_text")
 
 
 class B12xMLASparseBackend(AttentionBackend):
-    """``--attention-backend B12X_MLA_SPARSE``: glm5_next, 528-byte FP8 records."""
+    """``--attention-backend B12X_MLA_SPARSE``: glm5_next, FP8 or NVFP4 records."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["fp8_ds_mla"]
+    # 528-byte FP8 and 304-byte NVFP4 records; the latter only with kernels that know them.
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["fp8_ds_mla", "nvfp4_ds_mla"]
 
     @staticmethod
     def get_name() -> str:
@@ -265,7 +266,7 @@ def register_stock_warm_ups() -> None:
 
 
 class B12xMLASparseImpl(SparseMLACommonImpl[B12xMLASparseMetadata]):
-    """Attention over 528-byte records: ordinary path and gathered path.
+    """Attention over latent records: ordinary path and gathered path.
 
     Both paths end in one kernel call, ``attend``; they differ in the rows it reads and in the
     number of heads in ``q``: all heads of the DCP group (ordinary), local heads (gathered).

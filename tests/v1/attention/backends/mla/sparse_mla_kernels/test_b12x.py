@@ -678,3 +678,53 @@ def test_the_kernels_of_this_module_under_the_interpreter():
     )
     assert child.returncode == 0, child.stdout[-6000:] + child.stderr[-2000:]
     assert " passed" in child.stdout and " failed" not in child.stdout
+
+
+# NVFP4
+
+
+def test_nvfp4_selects_its_record_and_its_capacity():
+    from vllm.v1.attention.backends.mla.b12x_mla_sparse import B12xMLASparseBackend
+    from vllm.v1.attention.backends.mla.ckv_gather.geometry import PageGeometry
+    from vllm.v1.attention.backends.mla.ckv_gather.plan import CkvGather
+    from vllm.v1.attention.backends.mla.ckv_gather.workspace import WorkspacePlan
+
+    assert B12xMLASparseBackend.supports_kv_cache_dtype("nvfp4_ds_mla")
+    records = [CkvGather.record_format(name) for name in ("fp8_ds_mla", "nvfp4_ds_mla")]
+    with pytest.raises(ValueError, match=r"fp8_ds_mla or nvfp4_ds_mla"):
+        CkvGather.record_format("auto")
+    rows = []
+    for record, width in zip(records, (528, 304), strict=True):
+        geometry = PageGeometry(2304, record, 4, 4, 4)
+        plan = WorkspacePlan.from_geometry(geometry, 524_288, 32)
+        assert plan.latents == (525_312, width)
+        rows.append(plan.num_bytes)
+    assert rows[0] - rows[1] == 525_312 * (528 - 304)
+
+
+def test_other_cuda_kernels_refuse_nvfp4_at_start():
+    triton_kernels = importlib.import_module(f"{sparse_mla_kernels.__name__}.triton")
+    with pytest.raises(ValueError, match=r"528 bytes, not of 304.*fp8_ds_mla"):
+        triton_kernels.TritonKernels().warm_up(
+            CPU, pool_size=4, dcp_world_size=1, interleave=4, **GLM | {"record_bytes": 304}
+        )
+
+
+def test_nvfp4_on_the_emulation(monkeypatch):
+    fake = emulation.Emulation()
+    kernels = provider.B12xKernels(ref.TorchReferenceKernels())
+    monkeypatch.setattr(provider, "DECODE_ROWS", (1, 4))
+    sizes = GLM | {"record_bytes": 304, "head_counts": (8,), "page_size": 64}
+    fake.attach(kernels, monkeypatch).warm_up(
+        CPU, pool_size=4, dcp_world_size=1, interleave=4, **sizes
+    )
+    cache = torch.zeros(2, 64, 304, dtype=torch.uint8)
+    kernels.write_records(torch.randn(99, 512).bfloat16(), cache, torch.arange(99))
+    assert torch.equal(cache[1, 35:], torch.zeros(29, 304, dtype=torch.uint8))
+    q = torch.randn(3, 8, 512).bfloat16()
+    ids = torch.randint(0, 99, (3, 2051), dtype=torch.int32)
+    arguments = (q, cache.flatten(0, 1), ids, int32([50, 1, 0]), SCALE)
+    out, lse = kernels.attend(*arguments)
+    want, want_lse = ref.TorchReferenceKernels(torch.float64).attend(*arguments)
+    torch.testing.assert_close(out, want, rtol=0, atol=0)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)

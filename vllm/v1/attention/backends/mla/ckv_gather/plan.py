@@ -34,6 +34,7 @@ from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
     FP8_DS_MLA,
     INDEX_RECORD_BYTES,
     MAX_VISIBLE_TOKENS,
+    NVFP4_DS_MLA,
     POOLS_PER_INDEX_PAGE,
     FrozenGeometry,
     PageGeometry,
@@ -156,12 +157,13 @@ class CkvGather:
         Raises:
             ValueError: the format is not supported.
         """
-        if cache_dtype != FP8_DS_MLA.name:
-            raise ValueError(
-                f"--kv-cache-dtype {cache_dtype} is not supported by B12X_MLA_SPARSE; "
-                f"pass --kv-cache-dtype {FP8_DS_MLA.name}"
-            )
-        return FP8_DS_MLA
+        for record in (FP8_DS_MLA, NVFP4_DS_MLA):
+            if cache_dtype == record.name:
+                return record
+        raise ValueError(
+            f"--kv-cache-dtype {cache_dtype} is not supported by B12X_MLA_SPARSE; "
+            f"pass --kv-cache-dtype {FP8_DS_MLA.name} or {NVFP4_DS_MLA.name}"
+        )
 
     @property
     def pool_ownership(self) -> PoolOwnership:

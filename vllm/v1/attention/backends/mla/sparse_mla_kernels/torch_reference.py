@@ -12,6 +12,7 @@ import torch
 from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
     INDEX_PAGE_BYTES,
     INDEX_RECORD_BYTES,
+    NVFP4_DS_MLA,
     POOLS_PER_INDEX_PAGE,
 )
 from vllm.v1.attention.backends.mla.ckv_gather.remap import gathered_rows, owner_and_local
@@ -26,6 +27,11 @@ from .base import (
 )
 
 _CHUNK_ELEMENTS = 1 << 24
+NVFP4_GROUP = 16
+E2M1_MAX = 6.0
+_E2M1_VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+_E2M1_BORDERS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+_RECORD_WIDTHS = (FP8_RECORD_BYTES, NVFP4_DS_MLA.record_bytes)
 
 
 def quantize_records(latents: torch.Tensor) -> torch.Tensor:
@@ -40,10 +46,59 @@ def quantize_records(latents: torch.Tensor) -> torch.Tensor:
     return torch.cat([values.flatten(1).view(torch.uint8), scales.view(torch.uint8)], dim=1)
 
 
+def quantize_nvfp4_records(latents: torch.Tensor) -> torch.Tensor:
+    """[T, 512] bf16 or float -> [T, 304] uint8 NVFP4 records.
+
+    Bytes [0, 256): e2m1 codes, element 2i in the low half of byte i. [256, 288): e4m3 scales of 16
+    elements each. [288, 292): zero. [292, 296): fp32 scale of the token, amax / (6 * 448), so that
+    the largest group's scale is 448. The rest is zero. An element is code * both scales.
+    """
+    if latents.dim() != 2 or latents.shape[1] != LATENT_DIM:
+        raise ValueError(f"latents must be [tokens, {LATENT_DIM}], got {tuple(latents.shape)}")
+    groups = latents.float().unflatten(1, (LATENT_DIM // NVFP4_GROUP, NVFP4_GROUP))
+    largest = groups.abs().amax(dim=2)
+    token = largest.amax(dim=1, keepdim=True) / (E2M1_MAX * FP8_MAX)
+    # A token that is all zeros, or whose scale underflows, is stored as zeros.
+    divisor = torch.where(token > 0, token, torch.ones_like(token))
+    scales = (largest / divisor / E2M1_MAX).clamp(max=FP8_MAX)
+    scales = torch.where(token > 0, scales, torch.zeros_like(scales)).to(torch.float8_e4m3fn)
+    step = (scales.float() * divisor).unsqueeze(2)
+    values = torch.where(step > 0, groups / step, torch.zeros_like(groups))
+    size = torch.bucketize(values.abs(), _E2M1_BORDERS.to(values.device))
+    # A border belongs to the neighbour with the even code: bucketize gives it to the lower one.
+    on_border = torch.isin(values.abs(), _E2M1_BORDERS.to(values.device))
+    size = torch.where(on_border & (size % 2 == 1), size + 1, size)
+    codes = (size | torch.where(values < 0, 8, 0)).to(torch.uint8).flatten(1)
+    zeros = torch.zeros(latents.shape[0], 8, dtype=torch.uint8, device=latents.device)
+    # Without rows it has a stride that does not allow a view of its bytes.
+    token = torch.empty_like(token, memory_format=torch.contiguous_format).copy_(token)
+    return torch.cat(
+        [
+            codes[:, 0::2] | (codes[:, 1::2] << 4),
+            scales.view(torch.uint8),
+            zeros[:, :4],
+            token.view(torch.uint8),
+            zeros,
+        ],
+        dim=1,
+    )
+
+
+def _dequantize_nvfp4(records: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    packed = records[..., : LATENT_DIM // 2]
+    codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+    values = _E2M1_VALUES.to(records.device, dtype)[codes.long()]
+    scales = records[..., NVFP4_DS_MLA.scale_offset : 288].contiguous()
+    token = records[..., 292:296].contiguous().view(torch.float32).to(dtype)
+    step = scales.view(torch.float8_e4m3fn).to(dtype) * token
+    return (values.unflatten(-1, (-1, NVFP4_GROUP)) * step.unsqueeze(-1)).flatten(-2)
+
+
 def dequantize_records(records: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """[..., 528] uint8 FP8 records -> [..., 512] latents in ``dtype``."""
-    if records.shape[-1] != FP8_RECORD_BYTES:
-        raise ValueError(f"records are {records.shape[-1]} bytes wide, need {FP8_RECORD_BYTES}")
+    """[..., 528] FP8 or [..., 304] NVFP4 records, uint8 -> [..., 512] latents in ``dtype``."""
+    _check_width("records are", records.shape[-1])
+    if records.shape[-1] == NVFP4_DS_MLA.record_bytes:
+        return _dequantize_nvfp4(records, dtype)
     values = records[..., :LATENT_DIM].contiguous().view(torch.float8_e4m3fn).to(dtype)
     scales = records[..., LATENT_DIM:].contiguous().view(torch.float32).to(dtype)
     grouped = values.unflatten(-1, (LATENT_DIM // SCALE_GROUP, SCALE_GROUP))
@@ -105,16 +160,25 @@ def index_planes(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return keys, scales
 
 
+def _check_width(what: str, width: int) -> None:
+    if width not in _RECORD_WIDTHS:
+        raise ValueError(
+            f"{what} {width} bytes wide, need {FP8_RECORD_BYTES} (FP8) or "
+            f"{NVFP4_DS_MLA.record_bytes} (NVFP4)"
+        )
+
+
 def _check_cache(cache: torch.Tensor) -> None:
-    if cache.dim() != 3 or cache.dtype != torch.uint8 or cache.shape[2] != FP8_RECORD_BYTES:
+    if cache.dim() != 3 or cache.dtype != torch.uint8:
         raise ValueError(
             f"the cache is {tuple(cache.shape)} of {cache.dtype}, need "
             f"[pages, page_size, {FP8_RECORD_BYTES}] of uint8"
         )
-    if cache.stride()[1:] != (FP8_RECORD_BYTES, 1):
+    _check_width("the cache has records", cache.shape[2])
+    if cache.stride()[1:] != (cache.shape[2], 1):
         raise ValueError(
             f"the cache's strides inside a page are {cache.stride()[1:]} bytes, need "
-            f"({FP8_RECORD_BYTES}, 1)"
+            f"({cache.shape[2]}, 1)"
         )
 
 
@@ -174,12 +238,14 @@ class TorchReferenceKernels:
         rows = (slots >= 0).nonzero().squeeze(1)
         slots = slots[rows]
         page_size = cache.shape[1]
-        cache[slots // page_size, slots % page_size] = quantize_records(latents[rows])
+        nvfp4 = cache.shape[2] == NVFP4_DS_MLA.record_bytes
+        quantize = quantize_nvfp4_records if nvfp4 else quantize_records
+        cache[slots // page_size, slots % page_size] = quantize(latents[rows])
 
     def pack_records(self, cache, block_table, local_lens, starts, out) -> None:
         """See :meth:`SparseMLAKernels.pack_records`."""
         _check_cache(cache)
-        _check_span(out, FP8_RECORD_BYTES, _end_row(local_lens, starts))
+        _check_span(out, cache.shape[2], _end_row(local_lens, starts))
         for pages, offsets, span in _spans(local_lens, starts, cache.shape[1], block_table):
             out[span] = cache[pages, offsets]
 
@@ -383,11 +449,12 @@ class TorchReferenceKernels:
 
     def attend(self, q, records, row_ids, counts, scale, scratch=None):
         """See :meth:`SparseMLAKernels.attend`."""
-        if records.dim() != 2 or records.shape[1] != FP8_RECORD_BYTES or records.stride(1) != 1:
+        if records.dim() != 2 or records.stride(1) != 1:
             raise ValueError(
                 f"records are {tuple(records.shape)} with strides {records.stride()}, need "
                 f"[rows, {FP8_RECORD_BYTES}] with inner stride 1"
             )
+        _check_width("records are", records.shape[1])
         rows, heads = q.shape[0], q.shape[1]
         out = torch.zeros_like(q)
         lse = torch.full((rows, heads), -math.inf, dtype=torch.float32, device=q.device)

@@ -25,6 +25,7 @@ import triton.language as tl
 from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
     INDEX_PAGE_BYTES,
     INDEX_RECORD_BYTES,
+    NVFP4_DS_MLA,
     POOLS_PER_INDEX_PAGE,
 )
 
@@ -183,10 +184,11 @@ def _pack_kernel(
     page_stride16,
     PLANAR: tl.constexpr,
     WORDS: tl.constexpr,
+    REST: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy 4-byte words. A record is WORDS words and a few that are the last 4 (or 1) of it."""
+    """Copy 4-byte words. A record is WORDS words, a power of two, and then REST more."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     request = _owner_of_rows(row, starts, lengths, requests, BLOCK, 1)
     owned = (row < rows) & (request < requests)
@@ -203,11 +205,12 @@ def _pack_kernel(
         scale = tl.load(cache + page + _PLACES * WORDS + place, mask=owned)
         tl.store(target + WORDS, scale, mask=owned)
     else:
-        tail = tl.arange(0, 4)
-        source = cache + page + place * (WORDS + 4)
-        target = out + row.to(tl.int64) * (WORDS + 4)
-        rest = tl.load(source[:, None] + WORDS + tail[None, :], mask=owned[:, None])
-        tl.store(target[:, None] + WORDS + tail[None, :], rest, mask=owned[:, None])
+        tail = tl.arange(0, 4 if REST == 4 else 16)
+        inside = owned[:, None] & (tail < REST)[None, :]
+        source = cache + page + place * (WORDS + REST)
+        target = out + row.to(tl.int64) * (WORDS + REST)
+        rest = tl.load(source[:, None] + WORDS + tail[None, :], mask=inside)
+        tl.store(target[:, None] + WORDS + tail[None, :], rest, mask=inside)
     value = tl.load(source[:, None] + body[None, :], mask=owned[:, None])
     tl.store(target[:, None] + body[None, :], value, mask=owned[:, None])
 
@@ -1216,16 +1219,16 @@ def _stride16(tensor: torch.Tensor, what: str) -> int:
     return stride // _ALIGNMENT
 
 
-def _check_cache(cache: torch.Tensor) -> None:
+def _check_cache(cache: torch.Tensor, widths: Sequence[int] = (FP8_RECORD_BYTES,)) -> None:
     _check(
-        cache.dim() == 3 and cache.dtype == torch.uint8 and cache.shape[2] == FP8_RECORD_BYTES,
+        cache.dim() == 3 and cache.dtype == torch.uint8 and cache.shape[2] in widths,
         f"the cache is {tuple(cache.shape)} of {cache.dtype}, need "
-        f"[pages, page_size, {FP8_RECORD_BYTES}] of uint8",
+        f"[pages, page_size, {' or '.join(map(str, widths))}] of uint8",
     )
     _check(
-        cache.stride()[1:] == (FP8_RECORD_BYTES, 1),
+        cache.stride()[1:] == (cache.shape[2], 1),
         f"the cache's strides inside a page are {cache.stride()[1:]} bytes, need "
-        f"({FP8_RECORD_BYTES}, 1)",
+        f"({cache.shape[2]}, 1)",
     )
 
 
@@ -1389,8 +1392,9 @@ class TritonKernels:
 
     def pack_records(self, cache, block_table, local_lens, starts, out) -> None:
         """See :meth:`SparseMLAKernels.pack_records`."""
-        _check_cache(cache)
-        _check_span(out, FP8_RECORD_BYTES)
+        # Packing only copies, so it knows the records of the b12x provider as well.
+        _check_cache(cache, (FP8_RECORD_BYTES, NVFP4_DS_MLA.record_bytes))
+        _check_span(out, cache.shape[2])
         self._pack(cache, block_table, local_lens, starts, out, cache.shape[1], planar=False)
 
     def pack_pools(self, index_cache, block_table, local_lens, starts, out) -> None:
@@ -1407,6 +1411,7 @@ class TritonKernels:
         if not rows or not requests:
             return
         per_program = 32 if planar else _PACK_ROWS
+        words = 128 if cache.shape[2] == FP8_RECORD_BYTES else 64
         _pack_kernel[(triton.cdiv(rows, per_program),)](
             _words(cache),
             block_table,
@@ -1419,7 +1424,8 @@ class TritonKernels:
             page_size,
             _stride16(cache, "the cache"),
             PLANAR=planar,
-            WORDS=32 if planar else 128,
+            WORDS=32 if planar else words,
+            REST=1 if planar else cache.shape[2] // 4 - words,
             ROWS=per_program,
             BLOCK=64,
             num_warps=4,
@@ -2059,6 +2065,11 @@ class TritonKernels:
 
         One program serves every page size and scale.
         """
+        _check(
+            not head_counts or record_bytes == FP8_RECORD_BYTES,
+            f"attention on this GPU reads records of {FP8_RECORD_BYTES} bytes, not of "
+            f"{record_bytes}; start with --kv-cache-dtype fp8_ds_mla",
+        )
         world, pool_interleave = dcp_world_size, max(1, interleave // pool_size)
 
         def ints(*shape: int, fill: int = 0, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -2079,7 +2090,8 @@ class TritonKernels:
         one = ints(1, fill=1)
         table, zero = ints(1, 1), ints(1)
         self.write_records(halves(1, LATENT_DIM), cache, long(1))
-        self.pack_records(cache, table, one, zero, octets(1, FP8_RECORD_BYTES))
+        packed = octets(1, POOLS_PER_INDEX_PAGE, record_bytes)
+        self.pack_records(packed, table, one, zero, octets(1, record_bytes))
         self.pack_pools(index_cache, table, one, zero, octets(1, INDEX_RECORD_BYTES))
         for tail in (None, halves(1, 2, pool_size, INDEX_DIM)):
             self.write_pools(
