@@ -128,7 +128,7 @@ def test_copying_keeps_the_member():
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [(GATHER, text) for text in ("", "2", "true", "on", " 1", "01", "-1")]
+    [(GATHER, text) for text in ("", "2", "true", "on", " 1", "01", "-1", "AUTO", "auto ")]
     + [(MIN, text) for text in ("", "-1", "1.5", "16k", "1_000", " 16", "524289", "٣", "9" * 30)]
     + [(MAX, text) for text in ("", "0", "-1", "none", "0x10", "524289", "1e5")],
 )
@@ -148,6 +148,7 @@ def test_malformed_flag_is_refused_naming_all_three(monkeypatch, name, text):
     [
         (GATHER, "0", False),
         (GATHER, "1", True),
+        (GATHER, "auto", "auto"),
         (MIN, "0", 0),
         (MIN, "524288", 524_288),
         (MAX, "17", 17),
@@ -174,7 +175,7 @@ def test_limits_that_exclude_every_batch_are_refused(monkeypatch):
     plugin.register()
 
 
-@pytest.mark.parametrize("found", ["0.32.1", "0.330.0"])
+@pytest.mark.parametrize("found", ["0.32.1", "0.34.0", "0.330.0"])
 def test_other_version_is_one_line_and_no_exception(found):
     result = run(
         "import importlib.metadata as metadata\n"
@@ -212,7 +213,9 @@ def test_bad_flag_stops_general_plugins_but_not_the_platform():
     )
     assert result.returncode == 1
     last = result.stderr.strip().splitlines()[-1]
-    assert last == "ValueError: VLLM_B12X_MLA_CKV_GATHER='yes' is not accepted: set it to 0 or 1"
+    assert (
+        last == "ValueError: VLLM_B12X_MLA_CKV_GATHER='yes' is not accepted: set it to 0, 1 or auto"
+    )
     assert result.stderr.count("Traceback") == 1
 
 

@@ -47,7 +47,8 @@ class Flag:
 
     Attributes:
         name: the variable.
-        kind: ``"switch"`` (0 or 1, read as bool) or ``"tokens"`` (an integer count of tokens).
+        kind: ``"mode"`` (0 or 1, read as bool, or auto, read as text) or ``"tokens"`` (an integer
+            count of tokens).
         default: what the flag reads as when the variable is unset.
         meaning: one sentence for people.
         low: smallest accepted count; ``"tokens"`` only.
@@ -57,7 +58,7 @@ class Flag:
 
     name: str
     kind: str
-    default: bool | int | None
+    default: bool | int | str | None
     meaning: str
     low: int = 0
     high: int = MAX_VISIBLE_TOKENS
@@ -65,9 +66,11 @@ class Flag:
     @property
     def accepted(self) -> str:
         """The accepted values, in words."""
-        return "0 or 1" if self.kind == "switch" else f"an integer from {self.low} to {self.high}"
+        if self.kind == "mode":
+            return "0, 1 or auto"
+        return f"an integer from {self.low} to {self.high}"
 
-    def read(self) -> bool | int | None:
+    def read(self) -> bool | int | str | None:
         """The flag's value in this process's environment.
 
         Raises:
@@ -77,8 +80,8 @@ class Flag:
         text = os.environ.get(self.name)
         if text is None:
             return self.default
-        if self.kind == "switch" and text in ("0", "1"):
-            return text == "1"
+        if self.kind == "mode" and text in ("0", "1", "auto"):
+            return text if text == "auto" else text == "1"
         # int() would also take "1_000", " 7" and digits of other scripts.
         if (
             self.kind == "tokens"
@@ -92,10 +95,10 @@ class Flag:
 FLAGS: tuple[Flag, ...] = (
     Flag(
         "VLLM_B12X_MLA_CKV_GATHER",
-        "switch",
+        "mode",
         False,
         "Gather all compressed-KV records for eligible prefill batches under decode context "
-        "parallelism.",
+        "parallelism; with auto only where that moves fewer bytes than the ordinary path.",
     ),
     Flag(
         "VLLM_B12X_MLA_CKV_GATHER_MIN_TOKENS",
@@ -127,7 +130,7 @@ def check_flags() -> None:
     values = {flag.name: flag.read() for flag in FLAGS}
     low = values["VLLM_B12X_MLA_CKV_GATHER_MIN_TOKENS"]
     high = values["VLLM_B12X_MLA_CKV_GATHER_MAX_TOKENS"]
-    if low is not None and high is not None and high <= low:
+    if isinstance(low, int) and isinstance(high, int) and high <= low:
         raise ValueError(
             f"VLLM_B12X_MLA_CKV_GATHER_MAX_TOKENS={high} is not accepted with "
             f"VLLM_B12X_MLA_CKV_GATHER_MIN_TOKENS={low}: set it above {low}, or no batch gathers"

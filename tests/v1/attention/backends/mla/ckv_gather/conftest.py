@@ -21,6 +21,9 @@ def configuration(world: int = 2, **changes) -> SimpleNamespace:
         "dcp_comm_backend": "a2a",
         "prefill_context_parallel_size": 1,
         "use_ubatching": False,
+        "tensor_parallel_size": world,
+        "num_attention_heads": 8,
+        "index_topk": 128,
         "max_model_len": 1000,
         "index_kpool": 4,
         "max_num_seqs": 8,
@@ -44,9 +47,13 @@ def configuration(world: int = 2, **changes) -> SimpleNamespace:
             "dcp_comm_backend",
             "prefill_context_parallel_size",
             "use_ubatching",
+            "tensor_parallel_size",
         ),
         model_config=part(
-            "max_model_len", hf_text_config=part("index_kpool", model_type="glm5_next")
+            "max_model_len",
+            hf_text_config=part(
+                "index_kpool", "index_topk", "num_attention_heads", model_type="glm5_next"
+            ),
         ),
         scheduler_config=part("max_num_seqs", "max_num_batched_tokens"),
         cache_config=part("block_size", "cache_dtype"),

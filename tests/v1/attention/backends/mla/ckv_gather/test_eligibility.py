@@ -49,6 +49,12 @@ REFUSALS = [
         ["33", "32"],
     ),
     (Reason.CAPACITY, {"visible_tokens": 100_001}, {}, ["100001", "100000"]),
+    (
+        Reason.NO_GAIN,
+        {"gathered_bytes": 9001, "ordinary_bytes": 9001},
+        {"fewer_bytes_only": True},
+        ["9001 bytes a layer", "5000 visible", "600 query"],
+    ),
 ]
 
 
@@ -86,6 +92,8 @@ def test_the_earlier_refusal_counts(index):
         ({"visible_tokens": 100_000}, {}),
         ({"num_query_tokens": 1}, {"min_query_tokens": 0}),
         ({}, {"dcp_world_size": 2}),
+        ({"gathered_bytes": 9000, "ordinary_bytes": 9001}, {"fewer_bytes_only": True}),
+        ({"gathered_bytes": 9001, "ordinary_bytes": 9001}, {}),
     ],
 )
 def test_the_last_admitted_value(facts, limits):

@@ -26,6 +26,7 @@ _WORDS = {
     Reason.TOO_FEW_TOKENS: "short",
     Reason.TOO_MANY_TOKENS: "over the token limit",
     Reason.TOO_MANY_REQUESTS: "over the request limit",
+    Reason.NO_GAIN: "without gain",
 }
 
 NOT_PREFILL = frozenset({Reason.DECODE_ONLY, Reason.GRAPH_CAPTURE, Reason.DRAFT_LAYER})

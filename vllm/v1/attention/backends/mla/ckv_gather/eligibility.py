@@ -29,6 +29,7 @@ class Reason(Enum):
     TOO_MANY_TOKENS = "too_many_tokens"
     TOO_MANY_REQUESTS = "too_many_requests"
     CAPACITY = "capacity"
+    NO_GAIN = "no_gain"
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,10 @@ class BatchFacts:
     """The metadata is built for a CUDA-graph capture."""
     dual_batch_overlap: bool = False
     """The step runs as overlapping micro-batches, whose collectives would interleave."""
+    gathered_bytes: int = 0
+    """Bytes that one rank would receive in one layer of a gather, see :mod:`.byte_model`."""
+    ordinary_bytes: int = 0
+    """The same on the ordinary path. Both are set only where ``fewer_bytes_only`` asks for them."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,8 @@ class Limits:
     """Visible tokens that the reserved buffers hold, over all requests of a batch."""
     max_num_seqs: int
     """Requests for which the buffers have been sized."""
+    fewer_bytes_only: bool = False
+    """A batch gathers only if that moves fewer bytes than the ordinary path."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +105,7 @@ def decide(facts: BatchFacts, limits: Limits) -> Decision:
         return Decision(False, reason, f"CKV gather not used: {message}")
 
     if not limits.enabled:
-        return refuse(Reason.DISABLED, "VLLM_B12X_MLA_CKV_GATHER is not set to 1")
+        return refuse(Reason.DISABLED, "VLLM_B12X_MLA_CKV_GATHER is not set to 1 or auto")
     if not limits.supported_geometry:
         return refuse(Reason.UNSUPPORTED_GEOMETRY, "the model has no glm5_next sparse MLA geometry")
     if limits.dcp_world_size <= 1:
@@ -144,6 +151,13 @@ def decide(facts: BatchFacts, limits: Limits) -> Decision:
             Reason.CAPACITY,
             f"{facts.visible_tokens} visible tokens, buffers are reserved for "
             f"{limits.max_visible_tokens}",
+        )
+    if limits.fewer_bytes_only and facts.gathered_bytes >= facts.ordinary_bytes:
+        return refuse(
+            Reason.NO_GAIN,
+            f"{facts.gathered_bytes} bytes a layer to gather {facts.visible_tokens} visible "
+            f"tokens, {facts.ordinary_bytes} on the ordinary path of {facts.num_query_tokens} "
+            "query tokens",
         )
     return Decision(
         True,

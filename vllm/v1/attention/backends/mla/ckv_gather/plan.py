@@ -7,7 +7,7 @@ process share one instance, so that the geometry is frozen once and refusals are
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from vllm.distributed import get_dcp_group
 from vllm.logger import init_logger
 
 from vllm.v1.attention.backends.mla.ckv_gather import exchange, remap, startup
+from vllm.v1.attention.backends.mla.ckv_gather.byte_model import ByteModel
 from vllm.v1.attention.backends.mla.ckv_gather.counters import (
     NOT_PREFILL,
     GatherCounters,
@@ -67,7 +68,7 @@ SUMMARY_BATCHES = 1000
 """One summary line is logged every so many batches that hold a prompt."""
 
 # Refusals that the configuration asks for, and batches that have no prompt: not worth a warning.
-_EXPECTED = NOT_PREFILL | {Reason.DISABLED, Reason.NO_CONTEXT_PARALLELISM}
+_EXPECTED = NOT_PREFILL | {Reason.DISABLED, Reason.NO_CONTEXT_PARALLELISM, Reason.NO_GAIN}
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,8 @@ class CkvGather:
         parallel = vllm_config.parallel_config
         self.dcp_world_size = parallel.decode_context_parallel_size
         self.pool_size = int(vllm_config.model_config.hf_text_config.index_kpool)
-        self.enabled = bool(envs.VLLM_B12X_MLA_CKV_GATHER)
+        self.mode = envs.VLLM_B12X_MLA_CKV_GATHER
+        self.enabled = bool(self.mode)
         self.max_num_seqs = vllm_config.scheduler_config.max_num_seqs
         self.max_visible_tokens = self._max_visible_tokens()
         self.geometry = FrozenGeometry()
@@ -134,6 +136,21 @@ class CkvGather:
             max_query_tokens=self.max_visible_tokens,
             max_visible_tokens=self.max_visible_tokens,
             max_num_seqs=self.max_num_seqs,
+            fewer_bytes_only=self.mode == "auto",
+        )
+        self.byte_model = self._byte_model() if self.limits.fewer_bytes_only else None
+
+    def _byte_model(self) -> ByteModel:
+        parallel = self.vllm_config.parallel_config
+        sizes = self.vllm_config.model_config.hf_text_config
+        return ByteModel(
+            dcp_world_size=self.dcp_world_size,
+            interleave=parallel.cp_kv_cache_interleave_size,
+            pool_size=self.pool_size,
+            record_bytes=self.record_format(self.vllm_config.cache_config.cache_dtype).record_bytes,
+            local_heads=sizes.num_attention_heads // parallel.tensor_parallel_size,
+            pool_topk=sizes.index_topk // self.pool_size,
+            a2a=parallel.dcp_comm_backend == "a2a",
         )
 
     @classmethod
@@ -189,7 +206,7 @@ class CkvGather:
         """What all ranks of the DCP group have to start with alike."""
         cache, parallel = self.vllm_config.cache_config, self.vllm_config.parallel_config
         return {
-            "VLLM_B12X_MLA_CKV_GATHER": int(self.enabled),
+            "VLLM_B12X_MLA_CKV_GATHER": self.mode if self.mode == "auto" else int(self.mode),
             "VLLM_B12X_MLA_CKV_GATHER_MIN_TOKENS": self.limits.min_query_tokens,
             "the capacity in visible tokens": self.max_visible_tokens,
             "--max-num-seqs": self.max_num_seqs,
@@ -314,6 +331,12 @@ class CkvGather:
             for_graph_capture=capturing,
             dual_batch_overlap=self.vllm_config.parallel_config.use_ubatching,
         )
+        if self.byte_model is not None and lengths is not None:
+            facts = replace(
+                facts,
+                gathered_bytes=self.byte_model.gathered(lengths[:num_requests].tolist()),
+                ordinary_bytes=self.byte_model.ordinary(facts.num_query_tokens),
+            )
         decision = decide(facts, self.limits)
         if count:
             self._count(facts, decision)
@@ -324,6 +347,17 @@ class CkvGather:
 
     def _count(self, facts: BatchFacts, decision: Decision) -> None:
         counters = self.counters
+        if self.byte_model is not None:
+            logger.debug(
+                "full-CKV gather auto: %d query tokens over %d visible tokens of %d requests, a "
+                "layer receives %d bytes gathered, %d ordinary: %s",
+                facts.num_query_tokens,
+                facts.visible_tokens,
+                facts.num_requests,
+                facts.gathered_bytes,
+                facts.ordinary_bytes,
+                decision.reason.value,
+            )
         if decision.gather:
             if counters.gathered_batches == 0:
                 logger.info("first batch: %s", decision.message)
