@@ -307,3 +307,21 @@ def test_stand_in_equals_stock_kernel(name):
 
 if __name__ == "__main__":
     globals()[sys.argv[1]]()
+
+
+def test_top_k_and_top_p_are_masked_in_torch():
+    """Stock's kernel cannot run in the interpreter, so counts and sums stand for it."""
+    import torch
+
+    from vllm.platforms.ckv_reference import declare_torchvision_ops, ops
+
+    declare_torchvision_ops()
+    replaced = [(path, name) for path, name, function, _ in ops.REPLACEMENTS]
+    assert ("vllm.v1.sample.ops.topk_topp_sampler", "apply_top_k_top_p_triton") in replaced
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    top_k = ops.apply_top_k_top_p(logits.clone(), torch.tensor([1, 7, 50]), None)
+    assert top_k.isfinite().sum(1).tolist() == [1, 7, 50]
+    kept = ops.apply_top_k_top_p(logits.clone(), None, torch.tensor([0.5, 0.9, 1.0])).isfinite()
+    mass = (logits.softmax(1) * kept).sum(1)
+    assert (mass >= torch.tensor([0.5, 0.9, 1.0]) - 1e-5).all() and kept[2].all()
+    assert kept[0].sum() < kept[1].sum() < 50

@@ -407,7 +407,15 @@ def fwht128_quant_fp8(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
 
+def apply_top_k_top_p(logits, k, p, **unused):
+    """Mask ``logits`` (rows, vocabulary) to the top k or top p by vLLM's own torch function."""
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+
+    return apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync=True)
+
+
 _DCP = "vllm.v1.attention.ops.dcp"
+_SAMPLER = "vllm.v1.sample.ops.topk_topp_sampler"
 _MLA = "vllm.v1.attention.backends.mla"
 _KDA = "vllm.models.glm5next.common.kda"
 
@@ -419,6 +427,8 @@ REPLACEMENTS = (
     (_KDA, "gather_initial_states", kda.gather_initial_states, False),
     (_KDA, "scatter_states", kda.scatter_states, False),
     (_KDA, "causal_conv1d_update", kda.causal_conv1d_update, False),
+    # Triton's interpreter cannot run the kernel; the V1 runner profiles with it.
+    (_SAMPLER, "apply_top_k_top_p_triton", apply_top_k_top_p, False),
     ("vllm.models.glm5next.common.attention", "fwht128_quant_fp8", fwht128_quant_fp8, False),
     (_DCP, "_CORRECT_ATTN_CP_OUT_KERNEL", correct_attn_out, True),
     (_DCP, "_dcp_a2a_pack_send", a2a_pack_send, False),
