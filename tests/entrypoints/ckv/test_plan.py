@@ -158,6 +158,16 @@ def test_sizes_are_those_of_the_runtime(sizes):
     assert plan.kv_tokens_given_up == blocks * 2304 * 4
 
 
+def test_smaller_records(sizes):
+    plan = make(sizes, kv_cache_dtype="nvfp4_ds_mla")
+    assert plan.page_tokens == 2304
+    assert plan.kv_block_bytes == -(-2 * 2304 * 337 // 304) * 304
+    assert plan.rows[0].ckv_bytes == 2 * 3 * 8192 // 4 * 337
+    # With one layer a block still has to hold a KDA state.
+    one = replace(sizes, attention_layers=1)
+    assert p.block_bytes(one, 2304, p.RECORDS["nvfp4_ds_mla"]) == -(-2304 * 512 // 304) * 304
+
+
 @pytest.mark.parametrize("heads", [4, 16, 64, 80, 128, 256])
 def test_hopper_scratch_is_the_providers(monkeypatch, heads):
     triton = pytest.importorskip("vllm.v1.attention.backends.mla.sparse_mla_kernels.triton")

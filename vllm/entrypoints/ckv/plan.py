@@ -29,13 +29,18 @@ from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
     FP8_DS_MLA,
     INDEX_RECORD_BYTES,
     MAX_VISIBLE_TOKENS,
+    NVFP4_DS_MLA,
     POOLS_PER_INDEX_PAGE,
     PageGeometry,
+    RecordFormat,
     max_index_pages,
 )
 
 MODEL_TYPES = ("glm5_next", "glm5_next_text")
-RECORD = FP8_DS_MLA
+RECORDS = {record.name: record for record in (FP8_DS_MLA, NVFP4_DS_MLA)}
+STATE_BYTES_PER_TOKEN = 512
+"""Bytes of a token by which vLLM aligns pages to KDA states, whatever the record."""
+
 KERNEL_BLOCK = 64
 """Tokens that the attention backend's pages are a multiple of."""
 
@@ -191,8 +196,6 @@ def vllm_page_size(
 ) -> int:
     """Tokens in a page as vLLM aligns it: a page is at least as large as a KDA state.
 
-    vLLM counts 512 bytes a token here, not the record's 528.
-
     family: of the GPU; the index kernels of family 120 take pages of 64 pools only, those of
         others 32 as well. block_size: ``--block-size``; None: vLLM's choice.
     """
@@ -200,20 +203,25 @@ def vllm_page_size(
     granule = lcm(KERNEL_BLOCK, pools * sizes.pool_size)
     block = block_size or granule
     alignment = max(KERNEL_BLOCK, block, MLA_BLOCK)
-    needed = -(-state_bytes(sizes, tp, speculative_tokens) // (alignment * 512)) * alignment
+    needed = (
+        -(-state_bytes(sizes, tp, speculative_tokens) // (alignment * STATE_BYTES_PER_TOKEN))
+        * alignment
+    )
     needed = -(-needed // granule) * granule
     return max(block, needed)
 
 
-def block_bytes(sizes: ModelSizes, page_size: int) -> int:
+def block_bytes(sizes: ModelSizes, page_size: int, record: RecordFormat = FP8_DS_MLA) -> int:
     """Bytes of one block of the KV cache on one rank.
 
     The records and index keys of all sparse MLA layers, padded to whole records; KDA states use the
-    same blocks and need less.
+    same blocks, at least one state each.
     """
     index = page_size // sizes.pool_size * INDEX_RECORD_BYTES
-    content = sizes.attention_layers * (page_size * RECORD.record_bytes + index)
-    return -(-content // RECORD.record_bytes) * RECORD.record_bytes
+    content = sizes.attention_layers * (page_size * record.record_bytes + index)
+    if sizes.state_layers:
+        content = max(content, page_size * STATE_BYTES_PER_TOKEN)
+    return -(-content // record.record_bytes) * record.record_bytes
 
 
 @dataclass(frozen=True)
@@ -252,6 +260,7 @@ class Plan:
     tp: int
     dcp: int
     interleave: int
+    kv_cache_dtype: str
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -324,6 +333,7 @@ def make_plan(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     interleave: int = 4,
+    kv_cache_dtype: str = FP8_DS_MLA.name,
     dcp_comm_backend: str = "ag_rs",
     link_gbps: float | None = None,
     block_size: int | None = None,
@@ -352,6 +362,7 @@ def make_plan(
     link = gpu.link_gbps * LINK_EFFICIENCY if link_gbps is None else link_gbps
     if not link > 0:
         raise UsageError(f"--link-gbps {link:g} is not a speed: give GB/s above 0")
+    record = RECORDS[kv_cache_dtype]
     page_of = {"tp": tp, "family": gpu.family, "speculative_tokens": speculative_tokens}
     chosen = page = vllm_page_size(sizes, block_size=block_size, **page_of)
     index_block = POOLS_PER_INDEX_PAGE * sizes.pool_size
@@ -359,7 +370,7 @@ def make_plan(
     if page % index_block and block_size is None:
         flag = index_block
         page = vllm_page_size(sizes, block_size=flag, **page_of)
-    geometry = PageGeometry(page, RECORD, sizes.pool_size, interleave, dcp)
+    geometry = PageGeometry(page, record, sizes.pool_size, interleave, dcp)
     geometry.check_index_page()
 
     limit = min(max_model_len, MAX_VISIBLE_TOKENS) if max_tokens is None else max_tokens
@@ -374,13 +385,13 @@ def make_plan(
         )
     workspace = WorkspacePlan.from_geometry(geometry, limit, max_num_seqs, scratch)
     staging = device_bytes(max_num_seqs, dcp, max_index_pages(limit, sizes.pool_size))
-    block = block_bytes(sizes, page)
+    block = block_bytes(sizes, page, record)
     reserved = workspace.num_bytes + staging
     model = ByteModel(
         dcp_world_size=dcp,
         interleave=interleave,
         pool_size=sizes.pool_size,
-        record_bytes=RECORD.record_bytes,
+        record_bytes=record.record_bytes,
         local_heads=local_heads,
         pool_topk=sizes.index_topk // sizes.pool_size,
         a2a=dcp_comm_backend == "a2a",
@@ -422,6 +433,7 @@ def make_plan(
         tp=tp,
         dcp=dcp,
         interleave=interleave,
+        kv_cache_dtype=kv_cache_dtype,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -574,6 +586,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="VLLM_B12X_MLA_CKV_GATHER_MAX_TOKENS (default: unset)",
     )
+    parser.add_argument("--kv-cache-dtype", choices=RECORDS, default=FP8_DS_MLA.name)
     parser.add_argument("--block-size", type=int, help="default: vLLM's choice")
     parser.add_argument("--dcp-comm-backend", choices=("ag_rs", "a2a"), default="ag_rs")
     parser.add_argument("--num-speculative-tokens", type=int, default=0, help="of MTP")
@@ -602,6 +615,7 @@ def run(arguments: argparse.Namespace) -> int:
             max_num_seqs=arguments.max_num_seqs,
             max_num_batched_tokens=arguments.max_num_batched_tokens,
             interleave=arguments.interleave,
+            kv_cache_dtype=arguments.kv_cache_dtype,
             dcp_comm_backend=arguments.dcp_comm_backend,
             link_gbps=arguments.link_gbps,
             block_size=arguments.block_size,
