@@ -304,10 +304,13 @@ class Emulation:
 # The provider's own kernels in torch; test_b12x.py compares both under Triton's interpreter.
 
 
-def _launch_lengths(row_ids, counts, lengths):
-    column = torch.arange(row_ids.shape[1])
-    valid = (column < counts.unsqueeze(1)) & (row_ids >= 0)
-    lengths.copy_(torch.where(valid, column + 1, 0).amax(1))
+def _launch_lengths(row_ids, counts, lengths, out=None):
+    width = (row_ids if out is None else out).shape[1]
+    column = torch.arange(width)
+    read = column < counts.unsqueeze(1)
+    lengths.copy_(torch.where(read & (row_ids[:, :width] >= 0), column + 1, 0).amax(1))
+    if out is not None:
+        out[read] = row_ids[:, :width][read]
 
 
 def _launch_row_tables(page_table, req_id, pool_counts, table, lengths, units, row0):

@@ -35,6 +35,10 @@ def test_lengths():
     provider._launch_lengths(ids, counts, got)
     emulation._launch_lengths(ids, counts, want)
     assert torch.equal(got, want)
+    copy, copied = torch.full((2, 40, 2048), 77, dtype=torch.int32)
+    provider._launch_lengths(ids, counts, got, copy)
+    emulation._launch_lengths(ids, counts, want, copied)
+    assert torch.equal(got, want) and torch.equal(copy, copied)
 
 
 @pytest.mark.parametrize("columns", [3, 1025])

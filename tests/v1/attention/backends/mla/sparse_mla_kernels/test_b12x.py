@@ -244,6 +244,33 @@ def test_attention_of_heads_that_were_not_prepared(started):
         started[0].attend(**attend_arguments(heads=32))
 
 
+def test_sizes_without_a_kernel_are_served_by_the_other_provider_and_the_log_says_so(monkeypatch):
+    lines = []
+    monkeypatch.setattr(provider.logger, "warning", lambda text, *args: lines.append(text % args))
+    kernels = provider.B12xKernels(ref.TorchReferenceKernels())
+    small = {"head_counts": (4, 8), "topk": 8, "width": 35}
+    kernels.warm_up(CPU, pool_size=4, dcp_world_size=2, interleave=4, **GLM | small)
+    assert lines == [
+        "lists of 35 rows, b12x has kernels for (512, 1024, 2048, 2051, 2112) columns: "
+        "TorchReferenceKernels serves this model instead of b12x"
+    ]
+    cache = torch.zeros(1, 2304, RECORD, dtype=torch.uint8)
+    latents, q = torch.randn(9, 512).bfloat16(), torch.randn(2, 4, 512).bfloat16()
+    kernels.write_records(latents, cache, torch.arange(9))
+    ids = torch.randint(0, 9, (2, 35), dtype=torch.int32)
+    arguments = (q, cache[0], ids, int32([9, 35]), 0.5)
+    for got, want in zip(
+        kernels.attend(*arguments), ref.TorchReferenceKernels().attend(*arguments), strict=True
+    ):
+        assert torch.equal(got, want)
+    q8 = torch.randn(2, 32, 128).to(torch.float8_e4m3fn)
+    pages = torch.zeros(1, PLACES, INDEX, dtype=torch.uint8)
+    chosen, _ = kernels.select_pools(
+        q8, torch.zeros(2, 32), pages, int32([[0]]), int32([0, 0]), int32([3, 8]), 8
+    )
+    assert chosen[0].tolist() == [0, 1, 2, -1, -1, -1, -1, -1]
+
+
 def test_nothing_runs_before_the_warm_up(monkeypatch):
     kernels = provider.B12xKernels(ref.TorchReferenceKernels())
     with pytest.raises(RuntimeError, match="warm_up"):
@@ -376,6 +403,38 @@ def test_attention_is_the_reference(started, rows, heads):
     if rows > 2:
         assert bool((out[1:3] == 0).all()) and bool(torch.isneginf(lse[1:3]).all())
     assert {launch.kind for launch in fake.log} == {"decode" if rows <= 256 else "extend"}
+
+
+def test_the_lists_of_the_real_engine_are_wider_than_a_selection(monkeypatch):
+    """vLLM's buffer has 2,176 columns, b12x takes 2,051 or 2,112; what lies past is never read."""
+    fake = emulation.Emulation()
+    kernels = provider.B12xKernels(ref.TorchReferenceKernels())
+    monkeypatch.setattr(provider, "DECODE_ROWS", (1, 4))
+    fake.attach(kernels, monkeypatch).warm_up(
+        CPU,
+        pool_size=4,
+        dcp_world_size=4,
+        interleave=4,
+        **GLM | {"width": 2176, "head_counts": (8,)},
+    )
+    assert kernels.sizes.width == 2051 and not kernels.passes_on
+    records = ref.quantize_records(torch.randn(90, 512))
+    for rows in (3, 9):
+        q = torch.randn(rows, 8, 512).bfloat16()
+        ids = torch.full((rows, 2176), 0x7FFFFFFF, dtype=torch.int32)
+        ids[:, :2051] = torch.randint(-1, 90, (rows, 2051), dtype=torch.int32)
+        counts = torch.full((rows,), 40, dtype=torch.int32)
+        counts[0] = 2051
+        out, lse = kernels.attend(q, records, ids, counts, SCALE)
+        want = ref.TorchReferenceKernels(torch.float64).attend(q, records, ids, counts, SCALE)
+        torch.testing.assert_close(out, want[0], rtol=0, atol=0)
+        torch.testing.assert_close(lse, want[1], rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"2051.*2176"):
+        kernels.attend(q, records, ids[:, :2051].contiguous(), counts, SCALE)
+    kernels.check_rows = True
+    ids[2, 2051], counts[2] = 3, 2052
+    with pytest.raises(IndexError, match="past column 2051"):
+        kernels.attend(q, records, ids, counts, SCALE)
 
 
 def test_results_do_not_lie_in_the_scratch(started):
@@ -684,6 +743,9 @@ def test_the_kernels_of_this_module_under_the_interpreter():
 
 
 def test_nvfp4_selects_its_record_and_its_capacity():
+    from vllm.platforms.ckv_reference import declare_torchvision_ops
+
+    declare_torchvision_ops()
     from vllm.v1.attention.backends.mla.b12x_mla_sparse import B12xMLASparseBackend
     from vllm.v1.attention.backends.mla.ckv_gather.geometry import PageGeometry
     from vllm.v1.attention.backends.mla.ckv_gather.plan import CkvGather

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from vllm.logger import init_logger
 
 from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
     FP8_DS_MLA,
@@ -43,6 +44,8 @@ from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
 
 from .base import INDEX_DIM, LATENT_DIM, Scratch, SparseMLAKernels
 from .triton import TritonKernels
+
+logger = init_logger(__name__)
 
 _RECORD_BYTES = (FP8_DS_MLA.record_bytes, NVFP4_DS_MLA.record_bytes)
 _INT32_MAX = 2**31 - 1
@@ -83,7 +86,7 @@ class Sizes:
     head_counts: heads that attention will see.
     index_heads: heads of the index queries.
     topk: pools to choose.
-    width: columns of a list of row ids.
+    width: columns that attention reads of a list of row ids.
     scale: softmax scale.
 
     Raises:
@@ -290,10 +293,12 @@ def _smallest(plans: Sequence[RowPlan], rows: int) -> RowPlan:
 
 @triton.jit(
     do_not_specialize=["row_stride", "width"],
-    do_not_specialize_on_alignment=["row_ids", "counts", "lengths"],
+    do_not_specialize_on_alignment=["row_ids", "counts", "lengths", "out"],
 )
-def _lengths_kernel(row_ids, row_stride, counts, lengths, width, BLOCK: tl.constexpr):
-    """Columns to read: up to the last valid one, 0 where none is valid.
+def _lengths_kernel(
+    row_ids, row_stride, counts, lengths, out, width, COPY: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Columns to read: up to the last valid one, 0 where none is valid. Copies these columns.
 
     b12x's result is undefined for a row whose columns are all invalid.
     """
@@ -304,6 +309,8 @@ def _lengths_kernel(row_ids, row_stride, counts, lengths, width, BLOCK: tl.const
         column = base + tl.arange(0, BLOCK)
         index = tl.load(row_ids + row * row_stride + column, mask=column < count, other=-1)
         last = tl.maximum(last, tl.where(index >= 0, column + 1, 0))
+        if COPY:
+            tl.store(out + row * width + column, index, mask=column < count)
     tl.store(lengths + row, tl.max(last, axis=0))
 
 
@@ -366,10 +373,24 @@ def _order_kernel(ids, scores, lengths, TOPK: tl.constexpr):
     tl.store(scores + place, score)
 
 
-def _launch_lengths(row_ids: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor) -> None:
-    rows, width = row_ids.shape
-    _lengths_kernel[(rows,)](
-        row_ids, row_ids.stride(0), counts, lengths, width, BLOCK=1024, num_warps=4
+def _launch_lengths(
+    row_ids: torch.Tensor,
+    counts: torch.Tensor,
+    lengths: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> None:
+    """out: [rows, fewer columns] to copy the columns that are read to, or None."""
+    width = (row_ids if out is None else out).shape[1]
+    _lengths_kernel[(row_ids.shape[0],)](
+        row_ids,
+        row_ids.stride(0),
+        counts,
+        lengths,
+        lengths if out is None else out,
+        width,
+        COPY=out is not None,
+        BLOCK=1024,
+        num_warps=4,
     )
 
 
@@ -407,7 +428,9 @@ def _launch_order(ids: torch.Tensor, scores: torch.Tensor, lengths: torch.Tensor
 def compile_own(sizes: Sizes, device: torch.device) -> None:
     """Compile the kernels of this module: launch each once, on one row that selects nothing."""
     one = torch.zeros(1, dtype=torch.int32, device=device)
-    _launch_lengths(torch.zeros(1, sizes.width, dtype=torch.int32, device=device), one, one.clone())
+    ids = torch.zeros(1, sizes.width, dtype=torch.int32, device=device)
+    _launch_lengths(ids, one, one.clone())
+    _launch_lengths(ids, one, one.clone(), ids.clone())
     _launch_row_tables(one.view(1, 1), one, one, one.view(1, 1).clone(), one.clone(), 1, 0)
     ids = torch.zeros(1, sizes.topk, dtype=torch.int32, device=device)
     _launch_order(ids, torch.zeros_like(ids, dtype=torch.float32), one)
@@ -471,6 +494,8 @@ class B12xKernels:
     provider, all allocated in :meth:`warm_up`; nothing enlarges them. Calls on one instance must be
     ordered by one stream.
 
+    Sizes that b12x has no kernel for are served by ``shared`` altogether; the log says so.
+
     After :meth:`warm_up`, a call for which nothing was prepared raises ``RuntimeError``: b12x would
     compile in the middle of serving, and could not while a graph is captured.
 
@@ -482,13 +507,17 @@ class B12xKernels:
 
     def __init__(self, shared: SparseMLAKernels | None = None, *, check_rows: bool = False) -> None:
         self.check_rows = check_rows
+        self.passes_on = False
+        """Whether ``shared`` serves everything."""
         self.sizes: Sizes | None = None
         self.plans: Plans | None = None
         self._writers: dict[torch.dtype, Any] = {}
         self._mla = importlib.import_module("b12x.attention.sparse_mla")
         self._dsa = importlib.import_module("b12x.attention.dsa_indexer")
         self._session: Any = None
+        self._width = 0
         self._scratch = self._tables = self._lengths = self._capacity = torch.empty(0)
+        self._ids: torch.Tensor | None = None
         self._shared = shared = TritonKernels() if shared is None else shared
         self.pack_records = shared.pack_records
         self.pack_pools = shared.pack_pools
@@ -537,38 +566,45 @@ class B12xKernels:
         """See :meth:`SparseMLAKernels.warm_up`.
 
         Raises:
-            ValueError: b12x has no kernel for one of the sizes.
+            ValueError: neither b12x nor the other provider has a kernel for one of the sizes.
             RuntimeError: other sizes have been prepared before.
         """
-        sizes = Sizes(
-            page_size=page_size,
-            record_bytes=record_bytes,
-            head_counts=tuple(sorted(set(head_counts))),
-            index_heads=index_heads,
-            topk=topk,
-            width=width,
-            scale=scale,
-        )
+        common: dict[str, Any] = {
+            "pool_size": pool_size,
+            "topk": topk,
+            "width": width,
+            "dcp_world_size": dcp_world_size,
+            "interleave": interleave,
+            "page_size": page_size,
+            "record_bytes": record_bytes,
+            "scale": scale,
+        }
+        try:
+            sizes = Sizes(
+                page_size=page_size,
+                record_bytes=record_bytes,
+                head_counts=tuple(sorted(set(head_counts))),
+                index_heads=index_heads,
+                topk=topk,
+                # vLLM aligns its lists to more columns than a selection fills.
+                width=min(width, topk * pool_size + pool_size - 1),
+                scale=scale,
+            )
+        except ValueError as error:
+            name = type(self._shared).__name__
+            logger.warning("%s: %s serves this model instead of b12x", error, name)
+            self.passes_on = True
+            self._shared.warm_up(device, head_counts=head_counts, index_heads=index_heads, **common)
+            return
         if self.sizes is not None:
-            if sizes != self.sizes:
+            if (sizes, width) != (self.sizes, self._width):
                 raise RuntimeError(f"{self.sizes} is prepared and cannot become {sizes}; restart")
             return
+        self._width = width
         if device.type == "cuda" and device.index is None:
             device = torch.device(device.type, torch.accelerator.current_device_index())
-        self._shared.warm_up(
-            device,
-            # Its own attention and selection are not used here.
-            head_counts=(),
-            index_heads=0,
-            pool_size=pool_size,
-            topk=topk,
-            width=width,
-            dcp_world_size=dcp_world_size,
-            interleave=interleave,
-            page_size=page_size,
-            record_bytes=record_bytes,
-            scale=scale,
-        )
+        # Its own attention and selection are not used here.
+        self._shared.warm_up(device, head_counts=(), index_heads=0, **common)
         self._adopt(sizes, declare(sizes, device), device)
         self._prepare(device)
         compile_own(sizes, device)
@@ -579,6 +615,9 @@ class B12xKernels:
         self._scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)
         self._tables = torch.empty(_TABLE_BYTES // 4, dtype=torch.int32, device=device)
         self._lengths = torch.empty(SELECT_ROWS[-1], dtype=torch.int32, device=device)
+        if self._width > sizes.width:
+            rows = max(DECODE_ROWS[-1], *(plan.rows for plan in plans.extend.values()))
+            self._ids = torch.empty((rows, sizes.width), dtype=torch.int32, device=device)
         self._capacity = torch.full(
             (1,), MAX_PAGES * POOLS_PER_INDEX_PAGE, dtype=torch.int32, device=device
         )
@@ -706,6 +745,8 @@ class B12xKernels:
         A value byte or a scale may differ by one step from another provider's: b12x multiplies by
         an approximate reciprocal.
         """
+        if self.passes_on:
+            return self._shared.write_records(latents, cache, slot_mapping)
         sizes, _ = self._planned()
         width = sizes.record_bytes
         _check_tensor("the cache", cache, [torch.uint8], (None, sizes.page_size, width))
@@ -750,6 +791,10 @@ class B12xKernels:
         Of pools with equal scores at the last place, any may be chosen; the order of what was
         chosen is the documented one.
         """
+        if self.passes_on:
+            return self._shared.select_pools(
+                q_fp8, weights, index_pages, page_table, req_id, pool_counts, topk
+            )
         sizes, plans = self._planned()
         heads, i32 = sizes.index_heads, [torch.int32]
         rows = q_fp8.shape[0]
@@ -837,9 +882,14 @@ class B12xKernels:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`SparseMLAKernels.attend`. Records are contiguous; scratch is ignored.
 
+        A list may be wider than a selection can fill, but only as many columns as a selection
+        fills are read: ``topk * pool_size + pool_size - 1``.
+
         Raises:
             RuntimeError: nothing was prepared for the number of heads.
         """
+        if self.passes_on:
+            return self._shared.attend(q, records, row_ids, counts, scale, scratch)
         sizes, plans = self._planned()
         width = sizes.record_bytes
         _check_tensor("records", records, [torch.uint8], (None, width))
@@ -855,7 +905,7 @@ class B12xKernels:
         )
         _check_tensor("q", q, [torch.bfloat16], (None, None, LATENT_DIM))
         rows, heads = q.shape[:2]
-        _check_tensor("row_ids", row_ids, [torch.int32], (rows, sizes.width))
+        _check_tensor("row_ids", row_ids, [torch.int32], (rows, self._width))
         _check_tensor("counts", counts, [torch.int32], (rows,))
         _check(
             row_ids.is_contiguous() and counts.is_contiguous(),
@@ -879,19 +929,20 @@ class B12xKernels:
         q = q.contiguous()
         _check_aligned("q", q, 16)
         lengths = torch.empty(rows, dtype=torch.int32, device=q.device)
-        _launch_lengths(row_ids, counts, lengths)
         if self.check_rows:
-            self._check_rows(row_ids, lengths, records.shape[0])
+            self._check_rows(row_ids, counts, sizes.width, records.shape[0])
         row_plan = plans.attention(rows, heads)
         plan = self._prepared(row_plan.plan, f"attention of {rows} rows and {heads} heads")
         for begin in range(0, rows, row_plan.rows):
             part = slice(begin, min(begin + row_plan.rows, rows))
+            narrow = None if self._ids is None else self._ids[: part.stop - begin]
+            _launch_lengths(row_ids[part], counts[part], lengths[part], narrow)
             binding = self._mla.bind(
                 plan,
                 scratch=self._scratch,
                 q=q[part],
                 kv_cache=records.unsqueeze(0),
-                selected_indices=row_ids[part],
+                selected_indices=row_ids[part] if narrow is None else narrow,
                 cache_lengths=lengths[part],
                 selected_lengths=lengths[part],
             )
@@ -904,13 +955,15 @@ class B12xKernels:
         return out, lse
 
     @staticmethod
-    def _check_rows(row_ids: torch.Tensor, lengths: torch.Tensor, records: int) -> None:
+    def _check_rows(row_ids: torch.Tensor, counts: torch.Tensor, width: int, records: int) -> None:
         column = torch.arange(row_ids.shape[1], device=row_ids.device)
-        read = torch.where(column < lengths.unsqueeze(1), row_ids, -1)
+        read = torch.where(column < counts.unsqueeze(1), row_ids, -1)
         largest = int(read.max())
         if largest >= records:
             row = int((read == largest).any(dim=1).nonzero()[0])
             raise IndexError(f"query row {row} reads record {largest} of {records}")
+        if bool((read[:, width:] >= 0).any()):
+            raise IndexError(f"a query row reads past column {width}, where its list ends")
 
 
 def _scratch_bytes(plan: Any) -> int:
