@@ -29,7 +29,9 @@ from vllm.entrypoints.ckv.engine import (
 from vllm.entrypoints.ckv.model import tokenise, write_model
 from vllm.entrypoints.ckv.oracle import OracleStep, TransformersOracle
 
-PAGE_TOKENS = 256
+PAGE_TOKENS = 512
+"""What vLLM aligns the page to at TP2: the state of two KDA heads has to fit into it."""
+
 CHUNK_TOKENS = 512
 MAX_TOKENS = 8
 INTERLEAVE = 4
@@ -95,7 +97,7 @@ def make_cases(text: bytes, dcp: int) -> list[Case]:
     """
     if not text:
         raise ValueError("the text is empty; pass a file with at least one byte to --text")
-    # Blocks of the prefix cache hold page x N tokens; the last one is never taken from it.
+    # Blocks of the prefix cache hold page x N tokens; two of them and a rest are shared.
     shared = 2 * PAGE_TOKENS * dcp + 64
 
     def cut(start: int, length: int) -> list[int]:
@@ -126,7 +128,7 @@ def make_jobs(model: Path, cases: Sequence[Case], dcp: int) -> list[EngineJob]:
         "attention_backend": "B12X_MLA_SPARSE",
         "kv_cache_dtype": "fp8_ds_mla",
         "block_size": PAGE_TOKENS,
-        "max_model_len": 1024 * dcp,
+        "max_model_len": 1280 * dcp,
         "max_num_seqs": 4,
         "max_num_batched_tokens": CHUNK_TOKENS,
         "kv_cache_memory_bytes": 1 << 28,
