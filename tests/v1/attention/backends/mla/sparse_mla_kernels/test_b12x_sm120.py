@@ -26,7 +26,7 @@ SIZES = {
     "index_heads": 32,
     "pool_size": 4,
     "topk": 512,
-    "width": 2051,
+    "width": 2176,
     "dcp_world_size": 4,
     "interleave": 4,
     "page_size": PAGE,
@@ -87,7 +87,7 @@ def test_attention(kernels, frozen, heads, rows):
     generator = torch.Generator().manual_seed(rows)
     records = quantize(torch.randn(9000, 512, generator=generator).bfloat16(), width)
     q = torch.randn(rows, heads, 512, generator=generator).bfloat16()
-    ids = torch.randint(-1, 9000, (rows, 2051), dtype=torch.int32, generator=generator)
+    ids = torch.randint(-1, 9000, (rows, 2176), dtype=torch.int32, generator=generator)
     counts = torch.randint(1, 2052, (rows,), dtype=torch.int32, generator=generator)
     if rows > 2:
         counts[1], ids[2] = 0, -1
@@ -114,7 +114,7 @@ def test_rows_beyond_two_to_the_31_bytes(kernels, frozen):
     cache[places[0].long()] = quantize(latents, width).cuda()
     q = torch.randn(1, 16, 512).bfloat16()
     for rows in (1, 300):
-        ids = torch.full((rows, 2051), -1, dtype=torch.int32, device=CUDA)
+        ids = torch.full((rows, 2176), -1, dtype=torch.int32, device=CUDA)
         ids[:, :4] = places
         out, _ = kernels.attend(q.cuda().repeat(rows, 1, 1), cache, ids, int32([4] * rows), SCALE)
         want, _ = ref.TorchReferenceKernels().attend(
@@ -170,7 +170,7 @@ def test_a_captured_graph_replays(kernels):
     width = kernels.sizes.record_bytes
     records = quantize(torch.randn(5000, 512).bfloat16(), width).cuda()
     q = torch.randn(8, 16, 512, device=CUDA).bfloat16()
-    ids = torch.zeros(8, 2051, dtype=torch.int32, device=CUDA)
+    ids = torch.zeros(8, 2176, dtype=torch.int32, device=CUDA)
     counts = torch.zeros(8, dtype=torch.int32, device=CUDA)
     kernels.attend(q, records, ids, counts, SCALE)
     torch.cuda.synchronize()
@@ -179,7 +179,7 @@ def test_a_captured_graph_replays(kernels):
         out, lse = kernels.attend(q, records, ids, counts, SCALE)
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
-        ids.copy_(torch.randint(0, 5000, (8, 2051), generator=generator))
+        ids.copy_(torch.randint(0, 5000, (8, 2176), generator=generator))
         counts.copy_(torch.randint(1, 2052, (8,), generator=generator))
         graph.replay()
         eager, eager_lse = kernels.attend(q, records, ids, counts, SCALE)
