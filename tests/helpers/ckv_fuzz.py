@@ -6,6 +6,7 @@ every output with the oracle. The command line runs or keeps a case that failed:
 
     python tests/helpers/ckv_fuzz.py run [FILE]      # the last failure, or a file
     python tests/helpers/ckv_fuzz.py keep NAME       # makes it a regression test of that name
+    python tests/helpers/ckv_fuzz.py search N SEED   # N new cases; prints what was in them
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 import torch
 from ckv_oracle import Bank, Expected
 from ckv_ranks import Arena, Result, Sizes, Step, run_step, simulated_ranks
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from vllm.v1.attention.backends.mla.sparse_mla_kernels.torch_reference import TorchReferenceKernels
@@ -334,6 +336,34 @@ def run_case(case: Case) -> Counter[str]:
         raise
 
 
+def search(count: int, number: int) -> Counter[str]:
+    """Play ``count`` random cases of seed ``number``; a failing one is shrunk, then raised."""
+    seen: Counter[str] = Counter()
+
+    @seed(number)
+    @settings(
+        max_examples=count,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(cases())
+    def play(case: Case) -> None:
+        seen.update(run_case(case), cases=1)
+
+    with quiet():
+        play()
+    return seen
+
+
+def gather_on() -> None:
+    os.environ["VLLM_B12X_MLA_CKV_GATHER"] = "1"
+    from vllm.plugins.b12x_mla_sparse import register
+
+    register()
+
+
 def main(arguments: list[str]) -> int:
     if arguments[:1] == ["keep"] and len(arguments) == 2:
         KEPT.mkdir(exist_ok=True)
@@ -343,11 +373,12 @@ def main(arguments: list[str]) -> int:
         return 0
     if arguments[:1] == ["run"] and len(arguments) <= 2:
         path = Path(arguments[1]) if len(arguments) == 2 else LAST_FAILURE
-        os.environ["VLLM_B12X_MLA_CKV_GATHER"] = "1"
-        from vllm.plugins.b12x_mla_sparse import register
-
-        register()
+        gather_on()
         print(dict(run_case(Case.parse(path.read_text()))))
+        return 0
+    if arguments[:1] == ["search"] and len(arguments) == 3:
+        gather_on()
+        print(json.dumps(search(int(arguments[1]), int(arguments[2]))))
         return 0
     print(__doc__)
     return 2

@@ -212,3 +212,66 @@ def test_geometry_needs_no_torch():
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-S", "-c", code], check=True)
+
+
+def test_record_formats_and_their_bounds():
+    assert (g.FP8_DS_MLA.record_bytes, g.FP8_DS_MLA.scale_offset) == (528, 512)
+    assert (g.NVFP4_DS_MLA.record_bytes, g.NVFP4_DS_MLA.scale_offset) == (304, 256)
+    assert g.RecordFormat("least", 1, 0).record_bytes == 1
+    for record_bytes, scale_offset in ((0, 0), (8, -1), (8, 8), (8, 9)):
+        with pytest.raises(ValueError):
+            g.RecordFormat("wrong", record_bytes, scale_offset)
+
+
+def test_constants_that_people_are_told():
+    assert g.MAX_VISIBLE_TOKENS == 524_288
+    assert (g.INDEX_KEY_BYTES, g.INDEX_RECORD_BYTES, g.POOLS_PER_INDEX_PAGE) == (128, 132, 64)
+    assert (g.INDEX_PAGE_BYTES, g.PAGE_MULTIPLE) == (8448, 64)
+
+
+def test_index_pages_of_the_longest_request():
+    # 64 pools of 4 tokens each.
+    assert [g.max_index_pages(n, 4) for n in (0, 1, 256, 257, 1024)] == [0, 1, 1, 2, 4]
+    assert g.max_index_pages(524_288, 4) == 2048
+
+
+@pytest.mark.parametrize("page_size", [256, 512, 2304])
+def test_a_page_of_whole_index_pages(page_size):
+    g.PageGeometry(page_size, g.FP8_DS_MLA, 4, 4, 2).check_index_page()
+
+
+@pytest.mark.parametrize(("page_size", "better"), [(64, 256), (128, 256), (320, 512)])
+def test_case_7_a_page_that_would_be_cut_into_other_index_pages(page_size, better):
+    with pytest.raises(ValueError) as error:
+        g.PageGeometry(page_size, g.FP8_DS_MLA, 4, 4, 2).check_index_page()
+    for part in (f"page_size {page_size}", "(256 tokens)", f"example {better}"):
+        assert part in str(error.value)
+
+
+def test_worked_pool_capacity():
+    geometry = g.PageGeometry(256, g.FP8_DS_MLA, 4, 8, 4)
+    # 251 pools over 4 ranks, 2 more for each of 8 requests: 63 + 16, then whole 16ths.
+    assert geometry.pool_capacity(max_tokens=1001, max_num_seqs=8) == 80
+    assert geometry.pool_capacity(max_tokens=1004, max_num_seqs=9) == 96
+
+
+def test_bound_caches_are_checked_in_bytes():
+    import torch
+
+    frozen = g.FrozenGeometry()
+    frozen.freeze(make(64))
+    frozen.check_bound(torch.zeros((2, 64, 528), dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"strides of \(1056, 2\)"):
+        frozen.check_bound(torch.zeros((2, 64, 528), dtype=torch.int16))
+    frozen.check_bound_index(torch.zeros((3, 64, 132), dtype=torch.uint8))
+    for shape in ((3, 32, 132), (3, 64, 131), (64, 132)):
+        with pytest.raises(ValueError, match="expected"):
+            frozen.check_bound_index(torch.zeros(shape, dtype=torch.uint8))
+
+
+def test_shape_and_strides_need_three_dimensions_each():
+    frozen = g.FrozenGeometry()
+    frozen.freeze(make(64))
+    for shape, strides in (((8, 64, 528), (528, 1)), ((64, 528), (64 * 528, 528, 1))):
+        with pytest.raises(ValueError, match="expected three dimensions"):
+            frozen.check_cache(shape, strides)
