@@ -93,7 +93,9 @@ def test_every_command_parses(words):
     elif program == "bash":
         assert (ROOT / rest[0]).is_file()
     elif program == "curl":
-        json.loads(rest[rest.index("-d") + 1])
+        assert rest[0].startswith("http://localhost:8000/")
+        if "-d" in rest:
+            json.loads(rest[rest.index("-d") + 1])
     elif program == "vllm":
         assert rest[0] == "serve"  # parsed by vLLM's own parser below
     else:
@@ -164,6 +166,14 @@ def test_every_quoted_log_line_exists(line):
     # Filled-in texts may bring words of their own: "…" stands for any.
     wanted = re.escape(line.removeprefix("PROBLEM: ")).replace("…", "[^\n]*?")
     assert any(re.search(wanted, message) for message in messages()), line
+
+
+def test_documented_metrics_are_those_that_are_served(tmp_path):
+    from vllm.entrypoints.ckv.metrics import GatherCollector
+
+    page = (ROOT / "docs" / "measuring.md").read_text()
+    documented = re.findall(r"^\| `(vllm:\w+)_total`", page, flags=re.M)
+    assert documented == [family.name for family in GatherCollector(tmp_path).collect()]
 
 
 def test_troubleshooting_names_the_start_up_lines_as_they_are():

@@ -312,6 +312,10 @@ def register() -> None:
     _register()
     if version_is_supported():
         _report_hardware()
+        if FLAGS[0].read():
+            from vllm.entrypoints.ckv import metrics
+
+            metrics.offer()
 
 
 def register_platform() -> None:

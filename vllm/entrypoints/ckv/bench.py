@@ -37,7 +37,7 @@ examples:
   vllm-ckv bench --url http://localhost:8000 --label on --json on.json     one after the other
   vllm-ckv bench --compare on.json off.json
   vllm-ckv bench --model MODEL --tp 4                                      offline
-  vllm-ckv bench --model small                                             a minute, on a CPU
+  vllm-ckv bench --model small                                             minutes, on a CPU
 """
 
 KIND = "vllm-ckv bench"

@@ -15,6 +15,7 @@ import vllm.envs as envs
 from vllm.distributed import get_dcp_group
 from vllm.logger import init_logger
 
+from vllm.entrypoints.ckv import metrics
 from vllm.v1.attention.backends.mla.ckv_gather import exchange, remap, startup
 from vllm.v1.attention.backends.mla.ckv_gather.byte_model import ByteModel
 from vllm.v1.attention.backends.mla.ckv_gather.counters import (
@@ -277,6 +278,9 @@ class CkvGather:
             geometry, self.max_visible_tokens, self.max_num_seqs, tuple(scratch)
         )
         self._staging(self.workspace.reserve())
+        parallel = self.vllm_config.parallel_config
+        if getattr(parallel, "rank", 0) == 0:
+            metrics.publish(self.counters.as_dict, getattr(parallel, "data_parallel_rank", 0))
         logger.info(
             "full-CKV gather: on, page %d tokens, capacity %s records/rank, workspace "
             "%.1f MiB/GPU (limit %s visible tokens), kernels %s",
