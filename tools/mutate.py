@@ -151,8 +151,12 @@ def _import_stock() -> None:
 
 def _run_tests(root: Path, files: list[Path]) -> int:
     """In the forked process: forget the overlay's modules, then run."""
+    import hypothesis
     import pytest
 
+    # A deadline on a busy machine would kill mutants that no test notices.
+    hypothesis.settings.register_profile("mutation", max_examples=40, deadline=None, database=None)
+    hypothesis.settings.load_profile("mutation")
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if file and Path(file).is_relative_to(root):
@@ -160,7 +164,7 @@ def _run_tests(root: Path, files: list[Path]) -> int:
             parent, _, attribute = name.rpartition(".")
             with contextlib.suppress(AttributeError, KeyError):
                 delattr(sys.modules[parent], attribute)
-    arguments = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", *map(str, files)]
+    arguments = ["-x", "-q", "--assert=plain", "-p", "no:cacheprovider", *map(str, files)]
     return int(pytest.main(arguments))
 
 

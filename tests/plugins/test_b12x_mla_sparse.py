@@ -16,7 +16,7 @@ import pytest
 import vllm.plugins.b12x_mla_sparse as plugin
 
 ROOT = Path(__file__).parents[2]
-GATHER, MIN, MAX = (flag.name for flag in plugin.FLAGS)
+GATHER, MIN, MAX, DEBUG = (flag.name for flag in plugin.FLAGS)
 
 
 def run(code: str, **env: str) -> subprocess.CompletedProcess:

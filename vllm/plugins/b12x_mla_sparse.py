@@ -47,8 +47,8 @@ class Flag:
 
     Attributes:
         name: the variable.
-        kind: ``"mode"`` (0 or 1, read as bool, or auto, read as text) or ``"tokens"`` (an integer
-            count of tokens).
+        kind: ``"mode"`` (0 or 1, read as bool, or auto, read as text), ``"switch"`` (0 or 1, read
+            as bool) or ``"tokens"`` (an integer count of tokens).
         default: what the flag reads as when the variable is unset.
         meaning: one sentence for people.
         low: smallest accepted count; ``"tokens"`` only.
@@ -68,6 +68,8 @@ class Flag:
         """The accepted values, in words."""
         if self.kind == "mode":
             return "0, 1 or auto"
+        if self.kind == "switch":
+            return "0 or 1"
         return f"an integer from {self.low} to {self.high}"
 
     def read(self) -> bool | int | str | None:
@@ -82,6 +84,8 @@ class Flag:
             return self.default
         if self.kind == "mode" and text in ("0", "1", "auto"):
             return text if text == "auto" else text == "1"
+        if self.kind == "switch" and text in ("0", "1"):
+            return text == "1"
         # int() would also take "1_000", " 7" and digits of other scripts.
         if (
             self.kind == "tokens"
@@ -113,6 +117,13 @@ FLAGS: tuple[Flag, ...] = (
         "Visible tokens, summed over a batch's requests, that exchange buffers are reserved for; "
         f"unset follows max_model_len, at most {MAX_VISIBLE_TOKENS}.",
         low=1,
+    ),
+    Flag(
+        "VLLM_CKV_DEBUG",
+        "switch",
+        False,
+        "Check every page, slot and row, poison buffers and compare decisions over the ranks; "
+        "waits for the device in every layer.",
     ),
 )
 

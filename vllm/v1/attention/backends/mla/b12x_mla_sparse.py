@@ -33,7 +33,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Mult
 from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows, flat_kv_row_view
 
 from vllm.plugins.b12x_mla_sparse import MIN_CAPABILITY
-from vllm.v1.attention.backends.mla.ckv_gather import startup
+from vllm.v1.attention.backends.mla.ckv_gather import debug, startup
 from vllm.v1.attention.backends.mla.ckv_gather.plan import CkvBatchPlan, CkvGather
 from vllm.v1.attention.backends.mla.sparse_mla_kernels import get_kernels
 
@@ -365,6 +365,8 @@ class B12xMLASparseImpl(SparseMLACommonImpl[B12xMLASparseMetadata]):
         k_scale: torch.Tensor,
         *unused: Any,
     ) -> None:
+        if self.gather.debug:
+            debug.check_below("latent slots", slot_mapping, kv_cache.shape[0] * kv_cache.shape[1])
         self.kernels.write_records(kv_c_normed[: slot_mapping.shape[0]], kv_cache, slot_mapping)
 
     def forward_mqa(
@@ -405,4 +407,6 @@ class B12xMLASparseImpl(SparseMLACommonImpl[B12xMLASparseMetadata]):
                 dcp_world_size=self.dcp_world_size,
                 interleave=attn_metadata.cp_kv_cache_interleave_size,
             )
+            if self.gather.debug:
+                debug.check_below("cache rows", rows, records.shape[0])
         return self.kernels.attend(query, records, rows, counts, self.scale, scratch)

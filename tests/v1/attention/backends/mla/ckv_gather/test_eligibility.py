@@ -123,3 +123,8 @@ def test_case_5_cached_tokens_count_towards_the_bound():
     assert decide(facts, LIMITS).reason is Reason.CAPACITY
     assert decide(facts, replace(LIMITS, max_visible_tokens=160_256)).gather
     assert not decide(facts, replace(LIMITS, max_visible_tokens=160_255)).gather
+
+
+def test_bytes_that_nobody_set_are_no_gain():
+    assert (FACTS.gathered_bytes, FACTS.ordinary_bytes) == (0, 0)
+    assert decide(FACTS, replace(LIMITS, fewer_bytes_only=True)).reason is Reason.NO_GAIN

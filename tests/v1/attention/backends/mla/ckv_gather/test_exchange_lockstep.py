@@ -19,6 +19,18 @@ POISON = 0xEE
 PADDED = 3
 
 
+class SpanKernels(TorchReferenceKernels):
+    """Insists on the documented span: what it may write is its own rank's, to the last row."""
+
+    def pack_records(self, cache, block_table, local_lens, starts, out):
+        super().pack_records(cache, block_table, local_lens, starts, out)
+        self.latent_rows = out.shape[0]
+
+    def pack_pools(self, index_cache, block_table, local_lens, starts, out):
+        super().pack_pools(index_cache, block_table, local_lens, starts, out)
+        self.pool_rows = out.shape[0]
+
+
 @pytest.fixture(params=[2, 3])
 def lockstep(request):
     lockstep = Lockstep(request.param)
@@ -78,9 +90,9 @@ def test_records_and_pools_reach_their_places(lockstep, lengths):
     tokens = plan_layout(torch.tensor(lengths), **split)
     pools = plan_layout(torch.tensor(lengths) // 4, dcp_world_size=world, interleave=1)
     page_starts, num_pages = plan_index_pages(pools.seq_lens)
-    kernels = TorchReferenceKernels()
 
     def run(rank):
+        kernels = SpanKernels()
         cache = torch.full((8, 256, 528), POISON, dtype=torch.uint8)
         index = torch.full((8, 64, 132), POISON, dtype=torch.uint8)
         table = torch.tensor([[2 * r + 1, 2 * r] for r in range(len(lengths))], dtype=torch.int32)
@@ -104,6 +116,8 @@ def test_records_and_pools_reach_their_places(lockstep, lengths):
             kernels, index, table, StagedLayout.stage(pools, "cpu"), gathered, pages,
             page_starts.int(), "group", rank, interleave=1,
         )  # fmt: skip
+        assert getattr(kernels, "latent_rows", 0) == tokens.padded
+        assert getattr(kernels, "pool_rows", 0) == pools.padded
         return records, pages
 
     for records, pages in lockstep.run(run):
@@ -179,6 +193,19 @@ def test_candidates_of_other_shapes_or_types_are_refused(lockstep, change, part)
 
     assert all(part in message for message in lockstep.run(run))
     assert lockstep.calls == [[]] * lockstep.world
+
+
+def test_numbers_that_have_to_be_the_same(lockstep):
+    lockstep.run(lambda rank: exchange.require_same("numbers", [1, 7], "group"))
+
+    def run(rank):
+        with pytest.raises(RuntimeError) as error:
+            exchange.require_same("numbers", [1, 7 + (rank == 1)], "group")
+        return str(error.value)
+
+    for message in lockstep.run(run):
+        assert "numbers differ" in message
+        assert "[1, 7] on rank 0, [1, 8] on rank 1" in message
 
 
 def test_facts_come_in_rank_order(lockstep):

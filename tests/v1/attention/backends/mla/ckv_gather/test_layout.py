@@ -110,3 +110,11 @@ def test_index_pages_start_on_a_page_of_their_own():
     assert starts.tolist() == [0, 0, 1, 3, 4, 4]
     assert pages == 6
     assert plan_index_pages(torch.zeros(0, dtype=torch.int64))[1] == 0
+
+
+def test_the_last_row_that_int32_can_name():
+    layout = plan([2**31 - 1], world=1)
+    assert (layout.padded, layout.num_requests) == (2**31 - 1, 1)
+    with pytest.raises(ValueError, match="2147483648 gathered rows do not fit"):
+        plan_layout(torch.tensor([2**31]), dcp_world_size=1, interleave=4)
+    assert plan([4, 5, 6]).num_requests == 3

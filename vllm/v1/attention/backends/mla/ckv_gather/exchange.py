@@ -163,6 +163,25 @@ def all_gather_candidates(
     return both[0].view(torch.float32), both[1]
 
 
+def require_same(what: str, numbers: list[int], group: dist.ProcessGroup) -> None:
+    """Check that every rank passes the same ``numbers``, by one tiny exchange on the host.
+
+    For ``VLLM_CKV_DEBUG``. group: a CPU group of the DCP ranks.
+
+    Raises:
+        RuntimeError: they differ, on every rank. The message has both lists.
+    """
+    own = torch.tensor(numbers, dtype=torch.int64)
+    every = own.new_empty((dist.get_world_size(group), len(numbers)))
+    dist.all_gather_into_tensor(every, own, group=group)
+    for rank, other in enumerate(every.tolist()):
+        if other != every[0].tolist():
+            raise RuntimeError(
+                f"{what} differ between ranks: {every[0].tolist()} on rank 0, {other} on rank "
+                f"{rank}; the ranks would wait for each other in different collectives"
+            )
+
+
 def all_gather_facts(facts: dict[str, Any], group: dist.ProcessGroup) -> list[dict[str, Any]]:
     """Bring every rank's start-up facts to every rank, in rank order.
 

@@ -16,7 +16,7 @@ from vllm.distributed import get_dcp_group
 from vllm.logger import init_logger
 
 from vllm.entrypoints.ckv import metrics
-from vllm.v1.attention.backends.mla.ckv_gather import exchange, remap, startup
+from vllm.v1.attention.backends.mla.ckv_gather import debug, exchange, remap, startup
 from vllm.v1.attention.backends.mla.ckv_gather.byte_model import ByteModel
 from vllm.v1.attention.backends.mla.ckv_gather.counters import (
     NOT_PREFILL,
@@ -122,6 +122,7 @@ class CkvGather:
         self.pool_size = int(vllm_config.model_config.hf_text_config.index_kpool)
         self.mode = envs.VLLM_B12X_MLA_CKV_GATHER
         self.enabled = bool(self.mode)
+        self.debug = bool(envs.VLLM_CKV_DEBUG)
         self.max_num_seqs = vllm_config.scheduler_config.max_num_seqs
         self.max_visible_tokens = self._max_visible_tokens()
         self.geometry = FrozenGeometry()
@@ -342,6 +343,12 @@ class CkvGather:
                 ordinary_bytes=self.byte_model.ordinary(facts.num_query_tokens),
             )
         decision = decide(facts, self.limits)
+        if self.debug and self.dcp_world_size > 1:
+            exchange.require_same(
+                "decision, query tokens, requests and visible tokens of a batch",
+                [decision.gather, facts.num_query_tokens, num_requests, facts.visible_tokens],
+                get_dcp_group().cpu_group,
+            )
         if count:
             self._count(facts, decision)
         if not decision.gather:
@@ -456,6 +463,15 @@ class CkvGather:
         assert self.workspace is not None
         group = get_dcp_group()
         buffers = self.workspace.borrow_index(plan.pools)
+        if self.debug:
+            debug.poison((buffers.records, buffers.pages))
+            debug.check_pages(
+                "index keys",
+                block_table,
+                plan.staged_pools.local_lens[group.rank_in_group],
+                POOLS_PER_INDEX_PAGE,
+                index_cache.shape[0],
+            )
         exchange.gather_pools(
             kernels,
             index_cache,
@@ -496,6 +512,15 @@ class CkvGather:
         group = get_dcp_group()
         buffers = self.workspace.borrow_latents(plan.tokens)
         records = buffers.records
+        if self.debug:
+            debug.poison((records,))
+            debug.check_pages(
+                "latent records",
+                block_table,
+                plan.staged_tokens.local_lens[group.rank_in_group],
+                cache.shape[1],
+                cache.shape[0],
+            )
         exchange.gather_latents(
             kernels,
             cache,
@@ -517,6 +542,8 @@ class CkvGather:
             self.geometry.get().interleave,
             counts=counts,
         )
+        if self.debug:
+            debug.check_below("gathered rows", rows, records.shape[0])
         return records, rows, counts, buffers.scratch
 
 

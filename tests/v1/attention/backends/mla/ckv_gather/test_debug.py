@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``VLLM_CKV_DEBUG=1`` names a corrupted block table, slot, row or decision; good batches pass."""
+
+from dataclasses import replace
+
+import ckv_fuzz
+import pytest
+import torch
+from ckv_oracle import Bank
+from ckv_ranks import POISON_ID, Sizes, Step, run_step, simulated_ranks
+
+from vllm.plugins.b12x_mla_sparse import register
+from vllm.v1.attention.backends.mla.ckv_gather import debug
+from vllm.v1.attention.backends.mla.sparse_mla_kernels.torch_reference import TorchReferenceKernels
+
+
+@pytest.fixture(autouse=True)
+def debug_on(monkeypatch):
+    monkeypatch.setenv("VLLM_B12X_MLA_CKV_GATHER", "1")
+    monkeypatch.setenv("VLLM_CKV_DEBUG", "1")
+    register()
+    with ckv_fuzz.quiet():
+        yield
+
+
+@pytest.fixture(scope="module")
+def bank():
+    return Bank(seed=2, size=256, queries=32)
+
+
+def play(bank, change, gathers=True):
+    """One step of two requests on three ranks; ``change`` spoils a rank or its metadata."""
+    sizes = Sizes(3, pool_topk=2, capacity=200, min_tokens=0 if gathers else 150)
+    with simulated_ranks(sizes, TorchReferenceKernels()) as (lockstep, ranks):
+        for rank in ranks:
+            rank.tables.pages = [[5 * rank.rank + r] for r in range(2)]
+            change(rank)
+        places = torch.cat([torch.arange(21), torch.arange(64, 77)])
+        step = Step([0, 1], [21, 13], [21, 13], [True, True])
+        return run_step(lockstep, ranks, step, [bank.inputs(places, 0, 0, 3)])
+
+
+def spoil_metadata(which, field, value, on_rank=1):
+    def change(rank):
+        build = rank.metadata
+
+        def metadata(step, count=True):
+            made = build(step, count)
+            if rank.rank == on_rank:
+                getattr(made[which], field)[1, ...] = value
+            return made
+
+        rank.metadata = metadata
+
+    return change
+
+
+LAYER = "model.layers.0.self_attn.attn"
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_a_good_batch_passes(bank, gathers):
+    for (result,) in play(bank, lambda rank: None, gathers):
+        assert result.gathered == gathers
+        assert bool(result.out.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("which", "what"), [(LAYER, "latent records"), ("index", "index keys")], ids=str
+)
+@pytest.mark.parametrize("page", [-1, POISON_ID])
+def test_a_corrupted_block_table_entry_is_named(bank, which, what, page):
+    with pytest.raises(ValueError, match=f"{what}: entry 0 of request 1 .* page {page}, the cache"):
+        play(bank, spoil_metadata(which, "block_table", page))
+
+
+def test_a_slot_beyond_the_cache_is_named(bank):
+    with pytest.raises(ValueError, match=rf"latent slots: {2**40} at \(1,\), there are"):
+        play(bank, spoil_metadata(LAYER, "slot_mapping", 2**40))
+
+
+def test_a_rank_that_decides_alone_is_named(bank):
+    def change(rank):
+        if rank.rank == 2:
+            rank.gather.limits = replace(rank.gather.limits, min_query_tokens=100)
+
+    with pytest.raises(
+        RuntimeError, match=r"\[1, 34, 2, 34\] on rank 0, \[0, 34, 2, 34\] on rank 2"
+    ):
+        play(bank, change)
+
+
+def test_a_table_that_is_too_short_is_named():
+    table, lens = torch.zeros((2, 1), dtype=torch.int32), torch.tensor([64, 65])
+    debug.check_pages("x", table, lens[:1], 64, 1)
+    with pytest.raises(ValueError, match="x: request 1 needs 2 pages, its block table has 1"):
+        debug.check_pages("x", table, lens, 64, 1)
+
+
+def test_rows_may_reach_the_last_one():
+    debug.check_below("rows", torch.tensor([[-1, 4]]), 5)
+    with pytest.raises(ValueError, match=r"rows: 5 at \(0, 1\), there are 5"):
+        debug.check_below("rows", torch.tensor([[-1, 5]]), 5)
+
+
+def test_off_by_default(bank, monkeypatch):
+    monkeypatch.delenv("VLLM_CKV_DEBUG")
+    seen = []
+    monkeypatch.setattr(debug, "poison", lambda buffers: seen.append(buffers))
+    play(bank, lambda rank: None)
+    assert seen == []

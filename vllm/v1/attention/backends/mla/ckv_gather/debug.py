@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``VLLM_CKV_DEBUG=1`` checks. The host waits for the device in every layer: not for serving.
+
+Each check names what is wrong where it is wrong, instead of a bad output or a crash later on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+POISON = 0xFF
+"""Byte of buffers that nobody has written: NaN as e4m3 and as float32."""
+
+
+def poison(buffers: Iterable[torch.Tensor]) -> None:
+    """Overwrite borrowed ``buffers`` (uint8), so that a row nobody wrote cannot look right."""
+    for buffer in buffers:
+        buffer.fill_(POISON)
+
+
+def check_pages(
+    what: str, block_table: torch.Tensor, local_lens: torch.Tensor, page_size: int, num_pages: int
+) -> None:
+    """Check the entries of ``block_table`` that this rank is going to read.
+
+    block_table: (R, B) int32. local_lens: (R,) int32, what this rank stores of each request.
+    page_size, num_pages: of the cache.
+
+    Raises:
+        ValueError: an entry names no page of the cache, or the table is too short. The message
+            has the request, the entry and the limit.
+    """
+    needed = -(-local_lens.cpu().long() // page_size)
+    table = block_table.cpu()
+    for request, count in enumerate(needed.tolist()):
+        if count > table.shape[1]:
+            raise ValueError(
+                f"{what}: request {request} needs {count} pages, its block table has "
+                f"{table.shape[1]} entries"
+            )
+        pages = table[request, :count]
+        wrong = ((pages < 0) | (pages >= num_pages)).nonzero()
+        if wrong.numel():
+            entry = int(wrong[0])
+            raise ValueError(
+                f"{what}: entry {entry} of request {request} in the block table is page "
+                f"{int(pages[entry])}, the cache has {num_pages} pages"
+            )
+
+
+def check_below(what: str, ids: torch.Tensor, limit: int) -> None:
+    """Check that no id (row or slot; negative ones mean none) reaches ``limit``.
+
+    Raises:
+        ValueError: one does. The message has its place, the id and the limit.
+    """
+    wrong = (ids >= limit).nonzero()
+    if wrong.numel():
+        place = tuple(wrong[0].tolist())
+        raise ValueError(f"{what}: {int(ids[place])} at {place}, there are {limit}")
