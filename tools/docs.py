@@ -32,7 +32,7 @@ What vLLM itself has to be told:
 | `--kv-cache-dtype` | `fp8_ds_mla` | `auto` and `fp8` become another record format |
 | `--decode-context-parallel-size` | 2 or more | otherwise every rank has all records already |
 | `--cp-kv-cache-interleave-size` | a multiple of 4 | vLLM's default of 1 would split index pools |
-| `--block-size` | 256, if `vllm-ckv plan` says so | index pages hold 64 pools of 4 tokens |
+| `--block-size` | left out, or a multiple of 256 | index pages hold 64 pools of 4 tokens |
 
 `VLLM_PLUGINS`, if it is set, has to name `b12x_mla_sparse`.
 """

@@ -137,11 +137,10 @@ def test_pages_are_those_of_vllms_alignment(
     assert mine == vllms_page(monkeypatch, sizes, tp, pools, block_size, spec)
 
 
-def test_a_page_that_the_backend_refuses_gets_a_flag(sizes):
-    plan = make(sizes, gpu="h200")
-    assert (plan.vllm_page_tokens, plan.block_size_flag, plan.page_tokens) == (2176, 256, 2304)
-    assert "pass --block-size 256" in p.describe(plan)
-    assert make(sizes).block_size_flag is None
+@pytest.mark.parametrize(("tp", "page"), [(2, 4352), (4, 2304), (8, 1280)])
+@pytest.mark.parametrize("gpu", ["h200", "rtx-pro-6000"])
+def test_pages_of_the_real_model_hold_whole_index_pages_on_every_gpu(sizes, gpu, tp, page):
+    assert make(sizes, gpu=gpu, tp=tp, dcp=2).page_tokens == page
 
 
 def test_sizes_are_those_of_the_runtime(sizes):

@@ -30,7 +30,6 @@ from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
     INDEX_RECORD_BYTES,
     MAX_VISIBLE_TOKENS,
     NVFP4_DS_MLA,
-    POOLS_PER_INDEX_PAGE,
     PageGeometry,
     RecordFormat,
     max_index_pages,
@@ -41,7 +40,7 @@ RECORDS = {record.name: record for record in (FP8_DS_MLA, NVFP4_DS_MLA)}
 STATE_BYTES_PER_TOKEN = 512
 """Bytes of a token by which vLLM aligns pages to KDA states, whatever the record."""
 
-KERNEL_BLOCK = 64
+KERNEL_BLOCK = 256
 """Tokens that the attention backend's pages are a multiple of."""
 
 MLA_BLOCK = 128
@@ -246,8 +245,7 @@ class ContextRow:
 class Plan:
     """The answer; every size is that of one GPU unless it says otherwise.
 
-    vllm_page_tokens: vLLM's page without ``--block-size``; page_tokens: the page that serves.
-    block_size_flag: ``--block-size`` to pass, None if vLLM's own page serves.
+    page_tokens: the page that vLLM chooses, on every rank.
     limit_tokens: visible tokens that buffers are reserved for.
     ordinary_peak_bytes: what ordinary DCP prefill takes at its largest chunk, for comparison.
     kv_tokens_given_up: tokens of the KV cache of all ranks that the reserved bytes would have held.
@@ -266,9 +264,7 @@ class Plan:
     max_num_batched_tokens: int
     dcp_comm_backend: str
     link_gbps: float
-    vllm_page_tokens: int
     page_tokens: int
-    block_size_flag: int | None
     limit_tokens: int
     capacity_records: int
     workspace_bytes: int
@@ -364,12 +360,7 @@ def make_plan(
         raise UsageError(f"--link-gbps {link:g} is not a speed: give GB/s above 0")
     record = RECORDS[kv_cache_dtype]
     page_of = {"tp": tp, "family": gpu.family, "speculative_tokens": speculative_tokens}
-    chosen = page = vllm_page_size(sizes, block_size=block_size, **page_of)
-    index_block = POOLS_PER_INDEX_PAGE * sizes.pool_size
-    flag = block_size
-    if page % index_block and block_size is None:
-        flag = index_block
-        page = vllm_page_size(sizes, block_size=flag, **page_of)
+    page = vllm_page_size(sizes, block_size=block_size, **page_of)
     geometry = PageGeometry(page, record, sizes.pool_size, interleave, dcp)
     geometry.check_index_page()
 
@@ -439,9 +430,7 @@ def make_plan(
         max_num_batched_tokens=max_num_batched_tokens,
         dcp_comm_backend=dcp_comm_backend,
         link_gbps=link,
-        vllm_page_tokens=chosen,
         page_tokens=page,
-        block_size_flag=flag,
         limit_tokens=limit,
         capacity_records=capacity,
         workspace_bytes=workspace.num_bytes,
@@ -468,18 +457,12 @@ def describe(plan: Plan) -> str:
     """The text that people read."""
     sizes = plan.model
     chunk = plan.rows[0].context_tokens
-    page = f"{plan.page_tokens:,} tokens"
-    if plan.page_tokens != plan.vllm_page_tokens:
-        page += (
-            f"; vLLM's own {plan.vllm_page_tokens:,} would be refused: "
-            f"pass --block-size {plan.block_size_flag}"
-        )
     reserved = plan.workspace_bytes + plan.staging_bytes
     lines = [
         f"{sizes.name}: {sizes.attention_layers} sparse MLA layers, {sizes.state_layers} KDA "
         f"layers, {sizes.heads} heads; TP {plan.tp}, DCP {plan.dcp}, {plan.gpu.title}",
         "",
-        f"page            {page}",
+        f"page            {plan.page_tokens:,} tokens",
         f"capacity        {plan.capacity_records:,} records/rank "
         f"({plan.limit_tokens:,} visible tokens, {plan.max_num_seqs} requests)",
         f"workspace       {size(reserved)}/GPU at most "
