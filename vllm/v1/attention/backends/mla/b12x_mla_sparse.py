@@ -34,6 +34,7 @@ from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows, fl
 
 from vllm.plugins.b12x_mla_sparse import MIN_CAPABILITY
 from vllm.v1.attention.backends.mla.ckv_gather import debug, startup
+from vllm.v1.attention.backends.mla.ckv_gather.geometry import POOLS_PER_INDEX_PAGE
 from vllm.v1.attention.backends.mla.ckv_gather.plan import CkvBatchPlan, CkvGather
 from vllm.v1.attention.backends.mla.sparse_mla_kernels import get_kernels
 
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 LATENT_DIM = 512
+PAGE_GRANULE = POOLS_PER_INDEX_PAGE * 4
+"""Tokens of one index page: glm5_next has pools of four tokens."""
+
 MODEL_TYPES = ("glm5_next", "glm5_next_text")
 
 
@@ -71,8 +75,9 @@ class B12xMLASparseBackend(AttentionBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         # The latent page cannot be cut into smaller kernel blocks: it shares its block with the
-        # index page, so whole pages of any multiple of 64 tokens are read.
-        return [MultipleOf(64)]
+        # index page, so whole pages are read. They hold whole index pages of 64 pools, where vLLM
+        # would otherwise settle for halves of one on most GPUs.
+        return [MultipleOf(PAGE_GRANULE)]
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
