@@ -39,9 +39,9 @@ endif
 
 # No build isolation: the build guard in setup.py compares with the installed vLLM's file list.
 $(OVERLAY): $(ENGINE) $(SOURCES)
-	rm -rf build
+	rm -rf build *.egg-info
 	$(PIP) install --no-deps --no-build-isolation --force-reinstall .
-	rm -rf build
+	rm -rf build *.egg-info
 	touch $@
 
 # For work on the sources: edits are seen at once, without a reinstall.

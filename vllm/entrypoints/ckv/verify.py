@@ -316,8 +316,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _read_text(path: Path | None) -> bytes:
     if path is not None:
         return path.read_bytes()
-    # The wheel carries the README behind its metadata's header.
-    metadata = distribution("vllm-b12x-ckv").read_text("METADATA") or ""
+    # The wheel carries the README behind its metadata's header; beside the sources of a build the
+    # same text may be found first, under its other name.
+    found = distribution("vllm-b12x-ckv")
+    metadata = found.read_text("METADATA") or found.read_text("PKG-INFO") or ""
     return metadata.partition("\n\n")[2].encode()
 
 

@@ -255,7 +255,9 @@ class SparseMLAKernels(Protocol):
             topk: pools to keep.
 
         Returns:
-            [T, topk], int32, in the order :meth:`select_pools` would give over all pools.
+            [T, topk], int32: the pools :meth:`select_pools` would give over all pools, and in its
+            order, except where all visible pools lie on one rank and are more than ``topk``: then
+            only ``topk`` candidates arrive, and they come in ascending order.
         """
         ...
 
