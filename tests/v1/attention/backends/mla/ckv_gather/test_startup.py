@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refusals, agreement of the ranks, the first run of everything, and the lock."""
 
+import importlib
 import os
-import sys
 import tempfile
 from types import SimpleNamespace
 
@@ -118,7 +118,8 @@ def run_ranks(world: int, body_name: str) -> list:
             _worker,
             args=(world, os.path.join(folder, "store"), body_name, results),
             nprocs=world,
-            start_method="fork",
+            # A forked child would wait for the parent's OpenMP threads, which it does not have.
+            start_method="spawn",
         )
         return [results[rank] for rank in range(world)]
 
@@ -177,6 +178,8 @@ OPERATIONS = {
 
 def start(rank: int, world: int, changes: dict | None = None) -> dict:
     """Reserve and run everything once, as the first layer of a rank does."""
+    # First: it prepares the import of vLLM's modules beside a CPU build of torch.
+    conftest = importlib.import_module(f"{__name__.rpartition('.')[0]}.conftest")
     from vllm.v1.worker import workspace as stock
 
     from vllm.plugins.b12x_mla_sparse import register
@@ -214,7 +217,6 @@ def start(rank: int, world: int, changes: dict | None = None) -> dict:
         assert lse.shape == out.shape[:2] and int(query_start_loc[-1]) == int(seq_lens[0])
         return out
 
-    conftest = next(m for n, m in sys.modules.items() if n.endswith("ckv_gather.conftest"))
     gather = plan_module.CkvGather(conftest.configuration(world, **(changes or {})))
     kernels = Recording()
     first = gather.freeze_and_reserve(kernels, SHAPES)
