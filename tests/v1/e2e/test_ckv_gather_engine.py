@@ -122,7 +122,10 @@ GROUPS = {group.name: group for group in make_groups()}
 ALONE = [name for name, group in GROUPS.items() if len(group.prompts) == 1]
 
 SABOTAGE = '''
-"""Breaks full-CKV prefill in the worker: one fault per number of requests in the batch."""
+"""Breaks full-CKV prefill in the worker: one fault per number of requests in the batch.
+
+Attention does not see the order of its records, so each fault changes which ones it reads.
+"""
 import torch
 
 from vllm.v1.attention.backends.mla.ckv_gather.plan import CkvGather
@@ -133,13 +136,13 @@ correct = CkvGather.gather_latents
 def gather_latents(self, plan, *args):
     records, rows, counts, *rest = correct(self, plan, *args)
     requests = plan.tokens.num_requests
-    if requests == 1:  # remapped one row too far
-        rows = torch.where(rows >= 0, (rows + 1) % records.shape[0], rows)
-    elif requests == 2:  # the second rank packed in the wrong order
+    if requests == 1:  # remapped with half the stride
+        rows = torch.where(rows >= 0, rows // 2, rows)
+    elif requests == 2:  # the second rank packed its first record again and again
         span = records[plan.tokens.padded : 2 * plan.tokens.padded]
-        span.copy_(span.flip(0))
-    else:  # causal lengths one short
-        counts = (counts - 1).clamp(min=1)
+        span.copy_(span[:1].clone().expand_as(span))
+    else:  # causal lengths of one rank's share
+        counts = (counts // 2).clamp(min=1)
     return records, rows, counts, *rest
 
 
@@ -388,7 +391,8 @@ def test_the_other_runner_and_dcp_backend_in_a_spawned_engine_core(no_dcp, full,
         mine, single = result_of(other_runner, name, OTHER), result_of(no_dcp, name)
         assert mine.tokens == result_of(full, name).tokens
         difference = abs(mine.logprobs[0][0] - single.logprobs[0][0])
-        assert difference <= (verify.LIMIT_VS_DCP if gpu_count() >= 2 else 0.0)
+        # The runners' softmaxes differ in the last bit of a float32.
+        assert difference <= (verify.LIMIT_VS_DCP if gpu_count() >= 2 else 1e-6)
         assert mine.cached_tokens == [GROUPS[name].cached]
 
 
@@ -416,7 +420,7 @@ def test_one_token_then_a_chunk(four_ranks):
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_the_judgement_finds_a_fault_of_each_kind(name, no_dcp, ordinary, full, sabotaged):
-    """Rows one too far ("odd cuts"), a rank's pack ("pair"), causal lengths ("three")."""
+    """Wrong rows ("odd cuts"), a rank's pack ("pair"), causal lengths ("three")."""
     assert result_of(sabotaged, name, BROKEN).counters["gathered_batches"] > 0
     picked = EngineResult(groups=[result_of(sabotaged, name, BROKEN)])
     results = {verify.NO_DCP: no_dcp, verify.ORDINARY: ordinary}
