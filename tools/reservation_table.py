@@ -7,12 +7,12 @@ python tools/reservation_table.py [--record fp8_ds_mla] [--max-num-seqs 256] [--
 import argparse
 
 from vllm.v1.attention.backends.mla.ckv_gather import geometry as g
+from vllm.v1.attention.backends.mla.ckv_gather.byte_model import ordinary_peak_bytes
 from vllm.v1.attention.backends.mla.ckv_gather.staging import device_bytes
 from vllm.v1.attention.backends.mla.ckv_gather.workspace import WorkspacePlan
 
 POOL_SIZE = 4
 HEADS = 64
-LATENT_BYTES = 512 * 2
 BUDGET = 8192
 PAGES = {2: 4352, 4: 2304, 8: 1280}
 """Tokens in a page of the real model at this tensor-parallel size."""
@@ -41,9 +41,7 @@ def table(record: g.RecordFormat, max_num_seqs: int, interleave: int) -> str:
                 sizes = {"max_tokens": limit, "max_num_seqs": max_num_seqs}
                 plan = WorkspacePlan.from_geometry(geometry, **sizes)
                 pages = g.max_index_pages(limit, POOL_SIZE)
-                # Query of all heads of the DCP group, its output, and what the combine sends and
-                # receives: alive at the same time.
-                peak = 4 * BUDGET * (HEADS // tp * world) * LATENT_BYTES
+                peak = ordinary_peak_bytes(BUDGET, HEADS // tp * world)
                 lines.append(
                     f"| {tp} | {world} | {page:,} | {length:,} | {limit:,} "
                     f"| {geometry.capacity(**sizes):,} | {mib(plan.num_bytes)} "

@@ -24,7 +24,7 @@ from vllm.entrypoints.ckv.output import (
     save_figure,
     size,
 )
-from vllm.v1.attention.backends.mla.ckv_gather.byte_model import HEAD_BYTES, ByteModel
+from vllm.v1.attention.backends.mla.ckv_gather.byte_model import ByteModel, ordinary_peak_bytes
 from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
     FP8_DS_MLA,
     INDEX_RECORD_BYTES,
@@ -435,8 +435,7 @@ def make_plan(
         capacity_records=capacity,
         workspace_bytes=workspace.num_bytes,
         staging_bytes=staging,
-        # Query of all heads of the DCP group, its output, and what the combine sends and receives.
-        ordinary_peak_bytes=4 * chunk * local_heads * dcp * HEAD_BYTES,
+        ordinary_peak_bytes=ordinary_peak_bytes(chunk, local_heads * dcp),
         kv_block_bytes=block,
         kv_tokens_given_up=-(-reserved // block) * page * dcp,
         break_even_bytes=break_even,

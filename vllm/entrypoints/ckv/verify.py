@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import platform
+import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +20,7 @@ from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from vllm.entrypoints.ckv import output
 from vllm.entrypoints.ckv.engine import (
     EngineJob,
     EngineResult,
@@ -167,6 +169,11 @@ def _largest_delta(
     return _largest(deltas)
 
 
+def _place_in_group(cases: Sequence[Case], number: int) -> int:
+    """Which prompt of its group ``cases[number]`` is."""
+    return sum(other.group == cases[number].group for other in cases[:number])
+
+
 def report_cases(
     cases: Sequence[Case],
     results: dict[str, EngineResult],
@@ -175,7 +182,7 @@ def report_cases(
     """Compare the three engines (and the oracle's scores of full-CKV's tokens) case by case."""
     reports = []
     for number, case in enumerate(cases):
-        place = sum(other.group == case.group for other in cases[:number])
+        place = _place_in_group(cases, number)
         ckv, dcp, none = (results[n].groups[case.group] for n in (FULL_CKV, ORDINARY, NO_DCP))
         mine = ckv.tokens[place], ckv.logprobs[place]
         ordinary = dcp.tokens[place], dcp.logprobs[place]
@@ -270,16 +277,7 @@ def format_table(reports: Sequence[CaseReport]) -> str:
     )
     rows = [[title for title, _ in columns]]
     rows += [[cell(report) for _, cell in columns] for report in reports]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    lines.insert(1, "-" * len(lines[0]))
-    return "\n".join(lines)
+    return output.format_table(rows)
 
 
 def versions() -> dict[str, str]:
@@ -375,7 +373,7 @@ def run(arguments: argparse.Namespace) -> int:
     if failures:
         print(f"logs are kept in {folder}")
         return 1
-    _remove(folder)
+    shutil.rmtree(folder, ignore_errors=True)
     print("RIGHT: full-CKV prefill gives the tokens of ordinary DCP")
     return 0
 
@@ -411,17 +409,11 @@ def _run_all(
         judge = TransformersOracle(model)
         oracle = []
         for number, case in enumerate(cases):
-            place = sum(other.group == case.group for other in cases[:number])
+            place = _place_in_group(cases, number)
             generated = results[FULL_CKV].groups[case.group].tokens[place]
             oracle.append(judge.score(case.prompt, generated))
             progress.update()
     return results, oracle
-
-
-def _remove(folder: Path) -> None:
-    import shutil
-
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -37,6 +37,7 @@ from vllm.v1.attention.backends.mla.ckv_gather import debug, startup
 from vllm.v1.attention.backends.mla.ckv_gather.geometry import POOLS_PER_INDEX_PAGE
 from vllm.v1.attention.backends.mla.ckv_gather.plan import CkvBatchPlan, CkvGather
 from vllm.v1.attention.backends.mla.sparse_mla_kernels import get_kernels
+from vllm.v1.attention.backends.mla.sparse_mla_kernels.base import LATENT_DIM
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-LATENT_DIM = 512
 PAGE_GRANULE = POOLS_PER_INDEX_PAGE * 4
 """Tokens of one index page: glm5_next has pools of four tokens."""
 

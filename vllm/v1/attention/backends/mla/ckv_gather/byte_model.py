@@ -22,6 +22,14 @@ HEAD_BYTES = 512 * 2
 """Bytes of one head of one query, or of its partial output: 512 bfloat16 values."""
 
 
+def ordinary_peak_bytes(query_tokens: int, all_heads: int) -> int:
+    """Bytes that one rank holds for a moment in an ordinary batch of ``query_tokens``.
+
+    Query of all heads of the DCP group, its output, and what the combine sends and receives.
+    """
+    return 4 * query_tokens * all_heads * HEAD_BYTES
+
+
 @dataclass(frozen=True)
 class ByteModel:
     """One sparse MLA layer with its indexer under DCP; all sizes are those of one rank.
@@ -74,13 +82,12 @@ class ByteModel:
 
         query_tokens: of the chunk. 0: a gather never gains.
         """
-        limit = self.ordinary(query_tokens)
-        if self.gathered([1]) >= limit:
+        if not self.gains(query_tokens, [1]):
             return 0
         low, high = 1, 2
-        while self.gathered([high]) < limit:
+        while self.gains(query_tokens, [high]):
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self.gathered([middle]) < limit else (low, middle)
+            low, high = (middle, high) if self.gains(query_tokens, [middle]) else (low, middle)
         return low

@@ -19,13 +19,12 @@ from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
     INDEX_RECORD_BYTES,
     POOLS_PER_INDEX_PAGE,
 )
+from vllm.v1.attention.backends.mla.sparse_mla_kernels.base import INDEX_DIM, LATENT_DIM
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backends.mla.ckv_gather.plan import CkvGather
     from vllm.v1.attention.backends.mla.sparse_mla_kernels import SparseMLAKernels
 
-LATENT_DIM = 512
-INDEX_DIM = 128
 CONFIG_KEY = "vllm_b12x_ckv"
 """Entry of ``VllmConfig.additional_config`` that keeps start-up plans of on and off apart."""
 
