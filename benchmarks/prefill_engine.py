@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm.entrypoints.ckv.bench import make_prompt
 from vllm.entrypoints.ckv.engine import EngineJob, EngineResult, add_event, run_engine
 
 MODES = ("stock_no_dcp", "stock_dcp", "ours_no_dcp", "ours_dcp", "ours_ckv")
@@ -47,15 +48,6 @@ class Row:
     kv_cache_tokens: int
     ckv_bytes: int
     dcp_bytes: int
-
-
-def prompts(length: int, count: int, vocabulary: int) -> list[list[list[int]]]:
-    """``count`` groups of one random prompt; no two share a first block."""
-    groups = []
-    for sample in range(count):
-        rng = random.Random(length * 1_000 + sample)
-        groups.append([[rng.randrange(3, vocabulary) for _ in range(length)]])
-    return groups
 
 
 def make_job(
@@ -84,7 +76,9 @@ def make_job(
     engine |= json.loads(arguments.engine)
     environment = {"VLLM_B12X_MLA_CKV_GATHER": "1" if mode == "ours_ckv" else "0"}
     groups = [
-        group for length in lengths for group in prompts(length, 1 + arguments.samples, vocabulary)
+        [make_prompt(length, vocabulary, random.Random(length * 1_000 + sample))]
+        for length in lengths
+        for sample in range(1 + arguments.samples)
     ]
     return EngineJob(f"{model.name} {mode}", engine, environment, groups, max_tokens=1)
 
