@@ -34,7 +34,8 @@ def test_plan_of_a_batch_covers_tokens_pools_and_pages(make_gather) -> None:
     assert plan.pools.seq_lens.tolist() == [4, 8, 0, 257]
     assert plan.page_starts.tolist() == [0, 1, 2, 2]
     assert plan.page_table[3].tolist() == [2, 3, 4, 5, 6]
-    assert int(plan.page_table.max()) < plan_index_pages(lengths // 4)[1]
+    assert plan.num_index_pages == plan_index_pages(lengths // 4)[1]
+    assert int(plan.page_table.max()) < plan.num_index_pages
     assert plan.staged_tokens.padded == plan.tokens.padded
 
 

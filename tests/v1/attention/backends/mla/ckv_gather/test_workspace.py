@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vllm.platforms.ckv_reference import declare_torchvision_ops
 from vllm.v1.attention.backends.mla.ckv_gather import geometry as g
-from vllm.v1.attention.backends.mla.ckv_gather.layout import plan_layout
+from vllm.v1.attention.backends.mla.ckv_gather.layout import plan_index_pages, plan_layout
 from vllm.v1.attention.backends.mla.ckv_gather.workspace import WorkspacePlan
 
 # vLLM's workspace module imports torchvision, which needs this beside a CPU build of torch.
@@ -31,6 +31,10 @@ def layouts(lengths, world, interleave=4):
         plan_layout(lengths, dcp_world_size=world, interleave=interleave),
         plan_layout(lengths // 4, dcp_world_size=world, interleave=interleave // 4),
     )
+
+
+def borrow_index(plan, pools):
+    return plan.borrow_index(pools, plan_index_pages(pools.seq_lens)[1])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -70,7 +74,7 @@ def test_reserved_equals_borrowed(manager, page_size, world, record):
     lengths.append(max_tokens - sum(lengths))
     layout, pools = layouts(lengths, world)
     assert layout.visible == max_tokens
-    latents, index = plan.borrow_latents(layout), plan.borrow_index(pools)
+    latents, index = plan.borrow_latents(layout), borrow_index(plan, pools)
     assert allocated(manager) is before
     assert latents.records.shape == (world * layout.padded, record.record_bytes)
     assert index.records.shape == (world * pools.padded, 132)
@@ -136,7 +140,7 @@ def test_case_4_every_admitted_batch_fits_and_a_larger_one_raises(manager, page_
     manager.lock()
     largest = layouts([512] * 8, 4)
     plan.borrow_latents(largest[0])
-    plan.borrow_index(largest[1])
+    borrow_index(plan, largest[1])
     rows = plan.latents[0]
     full, _ = layouts([rows], 4)
     assert plan.borrow_latents(full).records.shape[0] == rows
@@ -144,10 +148,10 @@ def test_case_4_every_admitted_batch_fits_and_a_larger_one_raises(manager, page_
         plan.borrow_latents(layouts([rows + 1], 4)[0])
     index_rows = plan.index[0]
     with pytest.raises(ValueError, match=rf"gathered pool rows, {index_rows} are"):
-        plan.borrow_index(layouts([index_rows * 4 + 4], 4)[1])
+        borrow_index(plan, layouts([index_rows * 4 + 4], 4)[1])
     many = layouts([4] * 200, 4)
     with pytest.raises(ValueError, match=r"200 index pages|gathered pool rows"):
-        plan.borrow_index(many[1])
+        borrow_index(plan, many[1])
 
 
 def test_case_5_cached_tokens_need_rows(manager):
@@ -159,7 +163,7 @@ def test_case_5_cached_tokens_need_rows(manager):
     visible.reserve()
     manager.lock()
     assert visible.borrow_latents(batch[0]).records.shape[0] == 160_256
-    visible.borrow_index(batch[1])
+    borrow_index(visible, batch[1])
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -179,7 +183,7 @@ def test_whatever_eligibility_admits_can_be_borrowed(lengths, world, interleave)
         stock.lock_workspace()
         layout, pools = layouts(lengths, world, interleave)
         plan.borrow_latents(layout)
-        plan.borrow_index(pools)
+        borrow_index(plan, pools)
     finally:
         stock.reset_workspace_manager()
 

@@ -78,6 +78,7 @@ class CkvBatchPlan:
 
     tokens, pools: the rank-major layouts, on the host.
     staged_tokens, staged_pools: the same on the device.
+    num_index_pages: planar index pages of all requests.
     page_starts: (R,) int32. First planar index page of each request.
     page_table: (R, W) int32. Planar index pages of each request, in order.
     """
@@ -86,6 +87,7 @@ class CkvBatchPlan:
     pools: RankMajorLayout
     staged_tokens: StagedLayout
     staged_pools: StagedLayout
+    num_index_pages: int
     page_starts: torch.Tensor
     page_table: torch.Tensor
 
@@ -429,6 +431,7 @@ class CkvGather:
             pools=pools,
             staged_tokens=StagedLayout.over(staged_tokens, tokens),
             staged_pools=StagedLayout.over(staged_pools, pools),
+            num_index_pages=num_pages,
             page_starts=starts,
             page_table=tables.fill(starts, width, num_pages),
         )
@@ -462,7 +465,7 @@ class CkvGather:
         """
         assert self.workspace is not None
         group = get_dcp_group()
-        buffers = self.workspace.borrow_index(plan.pools)
+        buffers = self.workspace.borrow_index(plan.pools, plan.num_index_pages)
         if self.debug:
             debug.poison((buffers.records, buffers.pages))
             debug.check_pages(

@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
     PageGeometry,
     max_index_pages,
 )
-from vllm.v1.attention.backends.mla.ckv_gather.layout import RankMajorLayout, plan_index_pages
+from vllm.v1.attention.backends.mla.ckv_gather.layout import RankMajorLayout
 
 _ALIGNMENT = 256
 """vLLM places every tensor of one request at a multiple of this many bytes."""
@@ -138,16 +138,16 @@ class WorkspacePlan:
         latents, *scratch = _take(self.latent_requests)
         return LatentBuffers(latents[:rows], tuple(scratch))
 
-    def borrow_index(self, layout: RankMajorLayout) -> IndexBuffers:
+    def borrow_index(self, layout: RankMajorLayout, num_pages: int) -> IndexBuffers:
         """Return the buffers of one batch's index exchange out of the reserved bytes.
 
-        layout: the pool layout of the batch.
+        layout: the pool layout of the batch. num_pages: planar pages that it takes, see
+            ``layout.plan_index_pages``.
 
         Raises:
             ValueError: as :meth:`borrow_latents`, for pools and for index pages.
         """
         rows = self._rows("pool", layout, self.index[0])
-        num_pages = plan_index_pages(layout.seq_lens)[1]
         if num_pages > self.index_pages[0]:
             raise ValueError(
                 f"the batch needs {num_pages} index pages, {self.index_pages[0]} are reserved; "
