@@ -191,7 +191,8 @@ REFUSED = {
     "auto": (
         "glm",
         keywords(kv_cache_dtype="auto"),
-        "--kv-cache-dtype auto; pass --kv-cache-dtype fp8_ds_mla",
+        "--kv-cache-dtype auto; pass --kv-cache-dtype fp8_ds_mla, or nvfp4_ds_mla on GPUs of "
+        "compute capability 12.x with b12x",
     ),
     # vLLM replaces this one by another format, which is then refused by its own name.
     "fp8": ("glm", keywords(kv_cache_dtype="fp8"), "pass --kv-cache-dtype fp8_ds_mla"),

@@ -34,7 +34,7 @@ from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows, fl
 
 from vllm.plugins.b12x_mla_sparse import MIN_CAPABILITY
 from vllm.v1.attention.backends.mla.ckv_gather import debug, startup
-from vllm.v1.attention.backends.mla.ckv_gather.geometry import POOLS_PER_INDEX_PAGE
+from vllm.v1.attention.backends.mla.ckv_gather.geometry import FORMATS_ADVICE, POOLS_PER_INDEX_PAGE
 from vllm.v1.attention.backends.mla.ckv_gather.plan import CkvBatchPlan, CkvGather
 from vllm.v1.attention.backends.mla.sparse_mla_kernels import get_kernels
 from vllm.v1.attention.backends.mla.sparse_mla_kernels.base import LATENT_DIM
@@ -113,9 +113,7 @@ class B12xMLASparseBackend(AttentionBackend):
         reasons = super().validate_configuration(*args, **kwargs)
         kv_cache_dtype = kwargs.get("kv_cache_dtype", args[2] if len(args) > 2 else None)
         if not cls.supports_kv_cache_dtype(kv_cache_dtype):
-            reasons.append(
-                f"got --kv-cache-dtype {kv_cache_dtype}; pass --kv-cache-dtype fp8_ds_mla"
-            )
+            reasons.append(f"got --kv-cache-dtype {kv_cache_dtype}; {FORMATS_ADVICE}")
         vllm_config = get_current_vllm_config()
         model_config = vllm_config.model_config
         model_type = getattr(getattr(model_config, "hf_text_config", None), "model_type", None)

@@ -75,6 +75,12 @@ FP8_DS_MLA = RecordFormat("fp8_ds_mla", 528, 512)
 NVFP4_DS_MLA = RecordFormat("nvfp4_ds_mla", 304, 256)
 """512 packed e2m1 values, 32 e4m3 scales of 16 values each, then one float32 scale in padding."""
 
+FORMATS_ADVICE = (
+    f"pass --kv-cache-dtype {FP8_DS_MLA.name}, or {NVFP4_DS_MLA.name} on GPUs of compute "
+    "capability 12.x with b12x"
+)
+"""For errors: the record formats there are. Only b12x's kernels read NVFP4 records on a GPU."""
+
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple

@@ -15,8 +15,7 @@ import vllm.envs as envs
 from vllm.distributed import get_dcp_group
 from vllm.logger import init_logger
 
-from vllm.entrypoints.ckv import metrics
-from vllm.v1.attention.backends.mla.ckv_gather import debug, exchange, remap, startup
+from vllm.v1.attention.backends.mla.ckv_gather import debug, exchange, metrics, remap, startup
 from vllm.v1.attention.backends.mla.ckv_gather.byte_model import ByteModel
 from vllm.v1.attention.backends.mla.ckv_gather.counters import (
     NOT_PREFILL,
@@ -33,6 +32,7 @@ from vllm.v1.attention.backends.mla.ckv_gather.eligibility import (
     decide,
 )
 from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
+    FORMATS_ADVICE,
     FP8_DS_MLA,
     INDEX_RECORD_BYTES,
     MAX_VISIBLE_TOKENS,
@@ -171,6 +171,13 @@ class CkvGather:
             known = cls._instance = cls(vllm_config)
         return known
 
+    @classmethod
+    def of_worker(cls, worker: Any) -> CkvGather | None:
+        """The gather of ``worker``'s layers, None if none of them runs on this backend."""
+        layers = worker.vllm_config.compilation_config.static_forward_context.values()
+        gathers = (getattr(getattr(layer, "impl", None), "gather", None) for layer in layers)
+        return next((gather for gather in gathers if isinstance(gather, cls)), None)
+
     @staticmethod
     def record_format(cache_dtype: str | None) -> RecordFormat:
         """The record format selected by ``--kv-cache-dtype``.
@@ -182,8 +189,7 @@ class CkvGather:
             if cache_dtype == record.name:
                 return record
         raise ValueError(
-            f"--kv-cache-dtype {cache_dtype} is not supported by B12X_MLA_SPARSE; "
-            f"pass --kv-cache-dtype {FP8_DS_MLA.name} or {NVFP4_DS_MLA.name}"
+            f"--kv-cache-dtype {cache_dtype} is not supported by B12X_MLA_SPARSE; {FORMATS_ADVICE}"
         )
 
     @property
@@ -283,7 +289,7 @@ class CkvGather:
         self._staging(self.workspace.reserve())
         parallel = self.vllm_config.parallel_config
         if getattr(parallel, "rank", 0) == 0:
-            metrics.publish(self.counters.as_dict, getattr(parallel, "data_parallel_rank", 0))
+            metrics.publish(self.counters.as_dict, getattr(parallel, "data_parallel_index", 0))
         logger.info(
             "full-CKV gather: on, page %d tokens, capacity %s records/rank, workspace "
             "%.1f MiB/GPU (limit %s visible tokens), kernels %s",
@@ -564,12 +570,10 @@ def counters(worker: Any) -> dict[str, Any]:
     Raises:
         RuntimeError: no layer of this worker runs on B12X_MLA_SPARSE.
     """
-    layers = worker.vllm_config.compilation_config.static_forward_context
-    for layer in layers.values():
-        gather = getattr(getattr(layer, "impl", None), "gather", None)
-        if isinstance(gather, CkvGather):
-            return gather.counters.as_dict()
-    raise RuntimeError(
-        "no layer of this worker runs on B12X_MLA_SPARSE, so nothing was counted; start with "
-        "--attention-backend B12X_MLA_SPARSE"
-    )
+    gather = CkvGather.of_worker(worker)
+    if gather is None:
+        raise RuntimeError(
+            "no layer of this worker runs on B12X_MLA_SPARSE, so nothing was counted; start with "
+            "--attention-backend B12X_MLA_SPARSE"
+        )
+    return gather.counters.as_dict()
