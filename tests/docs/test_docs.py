@@ -169,7 +169,7 @@ def test_every_quoted_log_line_exists(line):
 
 
 def test_documented_metrics_are_those_that_are_served(tmp_path):
-    from vllm.entrypoints.ckv.metrics import GatherCollector
+    from vllm.v1.attention.backends.mla.ckv_gather.metrics import GatherCollector
 
     page = (ROOT / "docs" / "measuring.md").read_text()
     documented = re.findall(r"^\| `(vllm:\w+)_total`", page, flags=re.M)

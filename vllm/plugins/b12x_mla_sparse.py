@@ -324,7 +324,7 @@ def register() -> None:
     if version_is_supported():
         _report_hardware()
         if FLAGS[0].read():
-            from vllm.entrypoints.ckv import metrics
+            from vllm.v1.attention.backends.mla.ckv_gather import metrics
 
             metrics.offer()
 

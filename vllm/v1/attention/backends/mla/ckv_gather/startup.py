@@ -307,11 +307,10 @@ def lock_after_warm_up(worker: Any) -> bool:
     """
     from vllm.v1.worker.workspace import is_workspace_manager_initialized, lock_workspace
 
-    layers = worker.vllm_config.compilation_config.static_forward_context.values()
-    gathers = (getattr(getattr(layer, "impl", None), "gather", None) for layer in layers)
-    if not is_workspace_manager_initialized() or not any(
-        getattr(gather, "workspace", None) is not None for gather in gathers
-    ):
+    from vllm.v1.attention.backends.mla.ckv_gather.plan import CkvGather
+
+    gather = CkvGather.of_worker(worker)
+    if gather is None or gather.workspace is None or not is_workspace_manager_initialized():
         return False
     lock_workspace()
     return True

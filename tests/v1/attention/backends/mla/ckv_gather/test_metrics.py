@@ -9,7 +9,7 @@ import time
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from vllm.entrypoints.ckv import metrics
+from vllm.v1.attention.backends.mla.ckv_gather import metrics
 from vllm.v1.attention.backends.mla.ckv_gather.counters import GatherCounters
 from vllm.v1.attention.backends.mla.ckv_gather.eligibility import Reason
 
@@ -67,13 +67,13 @@ def test_nobody_asked(monkeypatch):
 SERVER = """
 import os, subprocess, sys
 from prometheus_client import REGISTRY, generate_latest
-from vllm.entrypoints.ckv import metrics
+from vllm.v1.attention.backends.mla.ckv_gather import metrics
 metrics.offer()
 metrics.offer()
 print(os.environ[metrics.FOLDER])
 worker = '''
 import time
-from vllm.entrypoints.ckv import metrics
+from vllm.v1.attention.backends.mla.ckv_gather import metrics
 from vllm.v1.attention.backends.mla.ckv_gather.counters import GatherCounters
 metrics.offer()
 metrics.publish(GatherCounters(gathered_batches=5).as_dict, 1)
