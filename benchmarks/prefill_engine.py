@@ -7,6 +7,9 @@ Every engine is a process of its own and serves the same unique prompts with one
 first prompt of each length warms up and is not counted. Models are folders with a ``config.json``
 (``benchmarks/models``: eight layers with the layer sizes of GLM-5.3-Flash); weights are vLLM's
 dummy ones, which change no shape and no amount of work.
+
+``--layer-times LENGTH FILE`` adds one prompt under PyTorch's profiler to every engine, after the
+measured ones, and prints how a DSA layer's time divides. ``plot_prefill.py`` draws both results.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import Any
 
 from vllm.entrypoints.ckv.bench import make_prompt
 from vllm.entrypoints.ckv.engine import EngineJob, EngineResult, add_event, run_engine
+from vllm.entrypoints.ckv.layer_times import KINDS
 
 MODES = ("stock_no_dcp", "stock_dcp", "ours_no_dcp", "ours_dcp", "ours_ckv")
 MODELS = Path(__file__).parent / "models"
@@ -34,7 +38,8 @@ class Row:
     """One line of the result: ``tok_s`` is the median over ``samples`` prompts.
 
     spread: (slowest - fastest) / median. kv_cache_tokens: capacity of the cache, all ranks.
-    ckv_bytes, dcp_bytes: received by one rank per prompt and DSA layer.
+    concurrent: prompts submitted together; ``tok_s`` counts the tokens of all.
+    ckv_bytes, dcp_bytes: received by one rank per group of prompts and DSA layer.
     """
 
     model: str
@@ -42,6 +47,7 @@ class Row:
     dcp: int
     mode: str
     prompt_tokens: int
+    concurrent: int
     samples: int
     tok_s: float
     spread: float
@@ -76,11 +82,24 @@ def make_job(
     engine |= json.loads(arguments.engine)
     environment = {"VLLM_B12X_MLA_CKV_GATHER": "1" if mode == "ours_ckv" else "0"}
     groups = [
-        [make_prompt(length, vocabulary, random.Random(length * 1_000 + sample))]
+        [
+            make_prompt(length, vocabulary, random.Random(f"{length} {sample} {number}"))
+            for number in range(arguments.concurrent)
+        ]
         for length in lengths
         for sample in range(1 + arguments.samples)
     ]
-    return EngineJob(f"{model.name} {mode}", engine, environment, groups, max_tokens=1)
+    if arguments.layer_times:
+        length = int(arguments.layer_times[0])
+        groups.append([make_prompt(length, vocabulary, random.Random("layer times"))])
+    return EngineJob(
+        f"{model.name} {mode}",
+        engine,
+        environment,
+        groups,
+        max_tokens=1,
+        profile_last=bool(arguments.layer_times),
+    )
 
 
 def rows_of(
@@ -101,8 +120,9 @@ def rows_of(
             dcp=dcp,
             mode=mode,
             prompt_tokens=length,
+            concurrent=len(groups[0].tokens),
             samples=samples,
-            tok_s=round(length / median, 1),
+            tok_s=round(length * len(groups[0].tokens) / median, 1),
             spread=round((max(seconds) - min(seconds)) / median, 3),
             kv_cache_tokens=result.cache_blocks * result.block_size * dcp,
             ckv_bytes=groups[0].counters.get("ckv_bytes", 0) // layers,
@@ -121,6 +141,17 @@ def format_table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def format_layer_times(rows: list[dict[str, Any]]) -> str:
+    """Microseconds of one DSA layer in one chunk by model and mode, one column per kind."""
+    columns = (*KINDS, "total")
+    lines = [f"{'model':<12}{'mode':<14}" + "".join(f"{name:>11}" for name in columns)]
+    for row in rows:
+        times = row["microseconds"] | {"total": row["total"]}
+        cells = "".join(f"{times[name]:>11,.1f}" for name in columns)
+        lines.append(f"{row['model']:<12}{row['mode']:<14}{cells}")
+    return "\n".join(lines)
+
+
 def main() -> int:
     """Run the benchmark; the exit status is 1 if an engine of ours failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -133,6 +164,8 @@ def main() -> int:
     parser.add_argument("--chunk", type=int, default=4096, help="max_num_batched_tokens")
     parser.add_argument("--max-num-seqs", type=int, default=8)
     parser.add_argument("--samples", type=int, default=3)
+    parser.add_argument("--concurrent", type=int, default=1, help="prompts submitted together")
+    parser.add_argument("--layer-times", nargs=2, metavar=("LENGTH", "FILE"))
     parser.add_argument("--eager", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--engine", default="{}", help="JSON: further arguments of vllm.LLM")
     parser.add_argument("--cpu", action="store_true", help="the reference platform")
@@ -142,6 +175,7 @@ def main() -> int:
     logs = arguments.logs or Path(tempfile.mkdtemp(prefix="prefill-engine-"))
     logs.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
+    layer_times: list[dict[str, Any]] = []
     failed = False
     for name in arguments.models:
         model = Path(name) if Path(name).is_dir() else MODELS / name
@@ -170,9 +204,17 @@ def main() -> int:
                     f"(spread {row.spread:.1%})",
                     flush=True,
                 )
+            if result.layer_times:
+                about = {"model": model.name, "tp": arguments.tp, "mode": mode}
+                about["dcp"] = job.arguments.get("decode_context_parallel_size", 1)
+                about["prompt_tokens"] = int(arguments.layer_times[0])
+                layer_times.append(about | result.layer_times)
+                Path(arguments.layer_times[1]).write_text(json.dumps(layer_times, indent=1) + "\n")
             if arguments.out:
                 arguments.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     print(format_table(rows))
+    if layer_times:
+        print("\nmicroseconds of one DSA layer in one chunk\n" + format_layer_times(layer_times))
     return int(failed)
 
 

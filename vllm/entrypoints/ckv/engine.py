@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,8 @@ class EngineJob:
     environment: variables set for the process, beside :func:`base_environment`.
     groups: prompts (token ids) that are submitted together, group after group.
     max_tokens: greedy tokens to generate for every prompt.
+    profile_last: run the last group under the profiler, see :mod:`.layer_times`; it yields an event
+        of its own instead of a result.
     """
 
     name: str
@@ -41,6 +43,7 @@ class EngineJob:
     environment: dict[str, str]
     groups: list[list[list[int]]]
     max_tokens: int
+    profile_last: bool = False
 
 
 @dataclass
@@ -67,12 +70,14 @@ class EngineResult:
 
     start_seconds: until the engine could serve.
     cache_blocks: blocks of the KV cache, ``block_size`` tokens each on every rank.
+    layer_times: of rank 0, see :func:`.layer_times.split`; None unless the job profiles.
     """
 
     start_seconds: float = 0.0
     cache_blocks: int = 0
     block_size: int = 0
     groups: list[GroupResult] = field(default_factory=list)
+    layer_times: dict[str, Any] | None = None
 
 
 def gpu_count() -> int:
@@ -109,12 +114,44 @@ def run_engine(job: EngineJob, log: Path, *, use_gpu: bool) -> Iterator[dict[str
     Raises:
         RuntimeError: the process failed; the message has the end of its log.
     """
-    ranks = int(job.arguments.get("tensor_parallel_size", 1))
-    env = base_environment(ranks, use_gpu=use_gpu) | job.environment
+    work = {
+        "groups": job.groups,
+        "max_tokens": job.max_tokens,
+        "profile_last": job.profile_last,
+    }
+    yield from run_program(
+        "vllm.entrypoints.ckv.engine",
+        job.name,
+        {"arguments": job.arguments, **work},
+        job.environment,
+        log,
+        use_gpu=use_gpu,
+    )
+
+
+def run_program(
+    module: str,
+    name: str,
+    payload: dict[str, Any],
+    environment: dict[str, str],
+    log: Path,
+    *,
+    use_gpu: bool,
+) -> Iterator[dict[str, Any]]:
+    """Run ``module``, a program that calls :func:`start_engine`, and yield its events.
+
+    name: for errors. payload: the job; ``payload["arguments"]`` are those of ``vllm.LLM``.
+    environment: variables set for the process, beside :func:`base_environment`.
+
+    Raises:
+        RuntimeError: the process failed; the message has the end of its log.
+    """
+    ranks = int(payload["arguments"].get("tensor_parallel_size", 1))
+    env = base_environment(ranks, use_gpu=use_gpu) | environment
     read_end, write_end = os.pipe()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.ckv.engine", str(write_end)],
+            [sys.executable, "-m", module, str(write_end)],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -124,7 +161,6 @@ def run_engine(job: EngineJob, log: Path, *, use_gpu: bool) -> Iterator[dict[str
     os.close(write_end)
     try:
         assert process.stdin is not None
-        payload = {"arguments": job.arguments, "groups": job.groups, "max_tokens": job.max_tokens}
         # An engine that ended already is reported below, by its status and its log.
         with suppress(BrokenPipeError), process.stdin as pipe:
             pipe.write(json.dumps(payload).encode())
@@ -134,7 +170,7 @@ def run_engine(job: EngineJob, log: Path, *, use_gpu: bool) -> Iterator[dict[str
         if process.wait() != 0:
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
             raise RuntimeError(
-                f"the engine '{job.name}' ended with status {process.returncode}; "
+                f"the engine '{name}' ended with status {process.returncode}; "
                 f"the end of {log}:\n{tail}"
             )
     finally:
@@ -162,21 +198,28 @@ def add_event(result: EngineResult, event: dict[str, Any]) -> None:
         result.start_seconds = event["seconds"]
         result.cache_blocks = event["cache_blocks"]
         result.block_size = event["block_size"]
+    elif kind == "layer_times":
+        result.layer_times = event
     else:
         result.groups.append(GroupResult(**event))
 
 
-def _counters(llm: Any) -> dict[str, Any]:
+def counters_of(llm: Any) -> dict[str, Any]:
+    """The backend's counters on rank 0; empty with another backend, which counts nothing."""
+    backend = llm.llm_engine.vllm_config.attention_config.backend
+    if getattr(backend, "name", None) != "B12X_MLA_SPARSE":
+        return {}
     from vllm.v1.attention.backends.mla.ckv_gather.plan import counters
 
     return llm.collective_rpc(counters)[0]
 
 
-def _difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+def difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """``after - before``, number by number; what ``before`` lacks counts as 0."""
     change: dict[str, Any] = {}
     for key, value in after.items():
         if isinstance(value, dict):
-            change[key] = _difference(value, before.get(key, {}))
+            change[key] = difference(value, before.get(key, {}))
         else:
             change[key] = value - before.get(key, 0)
     return change
@@ -187,15 +230,18 @@ def _chosen(completion: Any) -> list[float]:
     return [step[token].logprob for step, token in steps]
 
 
-def _main() -> None:
+def start_engine() -> tuple[dict[str, Any], Any, Callable[..., None]]:
+    """In an engine process: read the job, start the engine, report the start.
+
+    Returns:
+        The payload of :func:`run_program`, the ``vllm.LLM``, and what emits further events.
+    """
     # Only here, in a process whose environment is final.
     from vllm.platforms.ckv_reference import declare_torchvision_ops, enabled
 
     if enabled():
         declare_torchvision_ops()
-    from vllm.inputs import TokensPrompt
-
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     job = json.load(sys.stdin)
     events = os.fdopen(int(sys.argv[1]), "w")
@@ -213,25 +259,39 @@ def _main() -> None:
         cache_blocks=cache.num_gpu_blocks or 0,
         block_size=cache.block_size,
     )
-    # Other backends count nothing.
-    counts = job["arguments"].get("attention_backend") == "B12X_MLA_SPARSE"
+    return job, llm, emit
+
+
+def _main() -> None:
+    job, llm, emit = start_engine()
+    from vllm.inputs import TokensPrompt
+
+    from vllm import SamplingParams
+    from vllm.entrypoints.ckv import layer_times
+
     sampling = SamplingParams(
         temperature=0, max_tokens=job["max_tokens"], ignore_eos=True, logprobs=1, detokenize=False
     )
-    for group in job["groups"]:
-        before = _counters(llm) if counts else {}
+    for number, group in enumerate(job["groups"], start=1):
+        profiles = job["profile_last"] and number == len(job["groups"])
+        if profiles:
+            llm.collective_rpc(layer_times.start)
+        before = counters_of(llm)
         began = time.monotonic()
         outputs = llm.generate(
             [TokensPrompt(prompt_token_ids=prompt) for prompt in group], sampling, use_tqdm=False
         )
         seconds = time.monotonic() - began
+        if profiles:
+            emit(event="layer_times", **llm.collective_rpc(layer_times.stop)[0])
+            continue
         completions = [output.outputs[0] for output in outputs]
         emit(
             event="group",
             tokens=[list(completion.token_ids) for completion in completions],
             logprobs=[_chosen(completion) for completion in completions],
             cached_tokens=[output.num_cached_tokens or 0 for output in outputs],
-            counters=_difference(_counters(llm) if counts else {}, before),
+            counters=difference(counters_of(llm), before),
             seconds=seconds,
         )
 
