@@ -12,7 +12,7 @@ import pytest
 
 from vllm.entrypoints.ckv import cli, verify
 from vllm.entrypoints.ckv.engine import EngineResult, GroupResult
-from vllm.entrypoints.ckv.model import BYTE_OFFSET
+from vllm.entrypoints.ckv.model import BYTE_OFFSET, small_config
 from vllm.entrypoints.ckv.oracle import OracleStep
 
 NAN = float("nan")
@@ -87,9 +87,10 @@ def right(**changes) -> verify.CaseReport:
 CASE = verify.Case("case", 0, [3] * 10, expects_cached=True)
 
 
+@pytest.mark.parametrize("sizes", verify.SIZES.values(), ids=verify.SIZES.keys())
 @pytest.mark.parametrize("dcp", [2, 4])
-def test_cases_cover_what_the_command_promises(dcp):
-    cases = verify.make_cases(TEXT, dcp)
+def test_cases_cover_what_the_command_promises(dcp, sizes):
+    cases = verify.make_cases(TEXT, dcp, sizes.index_topk)
     assert [case.group for case in cases] == [0, 1, 2, 2, 3, 4]
     lengths = [len(case.prompt) for case in cases]
     assert lengths[0] == 256
@@ -98,6 +99,7 @@ def test_cases_cover_what_the_command_promises(dcp):
     first, second = cases[4].prompt, cases[5].prompt
     shared = next(i for i, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
     assert shared >= 2 * verify.PAGE_TOKENS * dcp
+    assert shared > 2 * sizes.index_topk
     assert [case.expects_cached for case in cases] == [False] * 5 + [True]
     # No other two prompts share even one cache block, or a case would answer the next.
     for a, b in pairwise(cases[:5]):
@@ -276,7 +278,9 @@ def fake_engines(monkeypatch, results, tmp_path):
 
     def run_engine(job, log, *, use_gpu):
         started.append((job.name, use_gpu))
-        log.write_text(f"log of {job.name}\n")
+        log.write_text(
+            f"INFO full-CKV gather: on, page 512 tokens, kernels {job.name[:4]}Kernels\n"
+        )
         result = results[job.name]
         yield {"event": "start", "seconds": 9.0, "cache_blocks": 5, "block_size": 256}
         for one in result.groups:
@@ -289,8 +293,8 @@ def fake_engines(monkeypatch, results, tmp_path):
         def score(self, prompt, generated):
             return [OracleStep(-1.0, 0.0), OracleStep(-2.0, 0.0)]
 
-    def write_model(folder, *, mhc):
-        assert mhc
+    def write_model(folder, *, mhc, sizes):
+        assert mhc and sizes == verify.SMALL
         folder.mkdir()
         (folder / "config.json").write_text("{}")
 
@@ -299,13 +303,14 @@ def fake_engines(monkeypatch, results, tmp_path):
     monkeypatch.setattr(verify, "write_model", write_model)
     monkeypatch.setattr(verify, "gpu_count", lambda: 0)
     monkeypatch.setattr(verify, "find_spec", lambda name: object())
+    monkeypatch.setattr(verify, "choose_sizes", lambda wanted, use_gpu: verify.SMALL)
     monkeypatch.setattr(verify.tempfile, "tempdir", str(tmp_path))
     return started
 
 
 @pytest.fixture
 def small_cases(monkeypatch, cases):
-    monkeypatch.setattr(verify, "make_cases", lambda text, dcp: cases)
+    monkeypatch.setattr(verify, "make_cases", lambda text, dcp, index_topk: cases)
 
 
 def kept(tmp_path: Path) -> list[str]:
@@ -325,6 +330,9 @@ def test_a_right_run(fake_engines, small_cases, tmp_path, capsys):
     written = json.loads(document.read_text())
     assert written["ok"] is True and written["failures"] == []
     assert (written["dcp"], written["device"]) == (2, "cpu")
+    assert written["kernels"] == "fullKernels"
+    assert written["sizes"] == {"heads": 8, "index_topk": 128, "linear_heads": 4}
+    assert "kernels: fullKernels; a query selects 128 tokens" in output
     assert {"python", "vllm", "torch", "vllm-b12x-ckv"} <= set(written["versions"])
     first = written["cases"][0]
     promised = {
@@ -395,12 +403,59 @@ def test_gpus_without_hyper_connections_leave_the_oracle_out_and_say_so(
     written = []
     monkeypatch.setattr(verify, "gpu_count", lambda: 2)
     monkeypatch.setattr(verify, "find_spec", lambda name: None)
-    monkeypatch.setattr(verify, "write_model", lambda folder, *, mhc: written.append(mhc))
+    monkeypatch.setattr(verify, "write_model", lambda folder, *, mhc, sizes: written.append(mhc))
     document = tmp_path / "result.json"
     assert cli.main(["verify", "--json", str(document)]) == 0
     assert written == [False]
     assert "tilelang is not installed" in capsys.readouterr().out
     assert json.loads(document.read_text())["cases"][0]["oracle_logprob_delta"] is None
+
+
+def test_b12x_has_kernels_for_the_sizes_that_are_made_for_it_and_for_no_others():
+    pytest.importorskip("b12x")
+    from vllm.v1.attention.backends.mla.sparse_mla_kernels import b12x
+
+    def plan_sizes(sizes: verify.Sizes, dcp: int) -> b12x.Sizes:
+        config = small_config(sizes=sizes)
+        heads, pool = config["num_attention_heads"], config["index_kpool"]
+        return b12x.Sizes(
+            page_size=verify.PAGE_TOKENS,
+            record_bytes=528,
+            head_counts=(heads // dcp, heads),
+            index_heads=max(config["index_n_heads"], 32),
+            topk=config["index_topk"] // pool,
+            width=config["index_topk"] + pool - 1,
+            scale=config["qk_nope_head_dim"] ** -0.5,
+        )
+
+    for dcp in (2, 4):
+        assert plan_sizes(verify.FOR_B12X, dcp).topk == 512
+        with pytest.raises(ValueError, match="b12x has kernels for"):
+            plan_sizes(verify.SMALL, dcp)
+
+
+def test_sizes_follow_the_kernels_of_the_gpu_unless_told(monkeypatch):
+    from vllm.v1.attention.backends.mla import sparse_mla_kernels
+
+    def gpu_with(name: str) -> None:
+        monkeypatch.setattr(sparse_mla_kernels, "get_kernels", lambda: type(name, (), {})())
+
+    gpu_with("B12xKernels")
+    assert verify.choose_sizes("auto", use_gpu=True) == verify.FOR_B12X
+    assert verify.choose_sizes("auto", use_gpu=False) == verify.SMALL
+    assert verify.choose_sizes("small", use_gpu=True) == verify.SMALL
+    gpu_with("TritonKernels")
+    assert verify.choose_sizes("auto", use_gpu=True) == verify.SMALL
+    assert verify.choose_sizes("b12x", use_gpu=True) == verify.FOR_B12X
+
+
+def test_the_kernels_are_those_that_ran():
+    """b12x hands a model that it has no kernels for to another provider, and says so later."""
+    chosen = "INFO full-CKV gather: on, page 512 tokens, capacity 9, kernels B12xKernels\n"
+    assert verify.kernels_of(chosen) == "B12xKernels"
+    handed = "WARNING topk is 32, ...: TritonKernels serves this model instead of b12x\n"
+    assert verify.kernels_of(chosen + handed) == "TritonKernels"
+    assert verify.kernels_of("") == "unknown"
 
 
 def test_asking_for_gpus_that_are_not_there_is_misuse(fake_engines, monkeypatch, capsys):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small random glm5_next model: every kind of layer, true attention geometry, minutes on a CPU.
 
-Latent 512, index key 128, four tokens to a pool, as in GLM-5.3-Flash; ``index_topk`` is small, so
-that selection is sparse at a few hundred tokens. Both DSA layers are followed by another layer:
+Latent 512, index key 128, four tokens to a pool, as in GLM-5.3-Flash. :data:`SMALL` selects few
+tokens, so that selection is sparse at a few hundred; :data:`FOR_B12X` selects as many as the true
+model, because b12x has no kernel for fewer. Both DSA layers are followed by another layer:
 what the gather does to a prompt's inner tokens then reaches the logits.
 
 Random weights amplify rounding, and would hide an error behind it. Three choices keep the
@@ -14,6 +15,7 @@ are as large as the other branches.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,28 @@ BYTE_OFFSET = 3
 HEAD_SCALE = 0.36 / 16
 """Puts the likeliest logit near 5 (embeddings have norm 16): some 20 % of the probability."""
 
+
+@dataclass(frozen=True)
+class Sizes:
+    """What differs between the models here.
+
+    heads: attention heads of all ranks. index_topk: tokens that a query selects.
+    linear_heads: KDA heads of all ranks; their state is what vLLM aligns pages to.
+    """
+
+    heads: int
+    index_topk: int
+    linear_heads: int = 4
+
+
+SMALL = Sizes(heads=8, index_topk=128)
+FOR_B12X = Sizes(heads=32, index_topk=2048)
+"""b12x has kernels for multiples of 8 heads a rank (of up to four ranks), and for 512 pools."""
+
 _FLOAT32_SUFFIXES = ("A_log", "dt_bias", "e_score_correction_bias", "index_kpool_compress_ape")
 
 
-def small_config(*, mhc: bool = True) -> dict[str, Any]:
+def small_config(*, mhc: bool = True, sizes: Sizes = SMALL) -> dict[str, Any]:
     """The model's ``config.json``.
 
     mhc: hyper-connections, as in GLM-5.3-Flash; vLLM's CUDA build needs tilelang for them.
@@ -44,8 +64,8 @@ def small_config(*, mhc: bool = True) -> dict[str, Any]:
         "intermediate_size": 256,
         "moe_intermediate_size": 128,
         "num_hidden_layers": len(layers),
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.heads,
         "n_shared_experts": 1,
         "n_routed_experts": 4,
         "num_experts_per_tok": 4,
@@ -54,7 +74,7 @@ def small_config(*, mhc: bool = True) -> dict[str, Any]:
         "qk_rope_head_dim": 0,
         "qk_nope_head_dim": 64,
         "v_head_dim": 64,
-        "index_topk": 128,
+        "index_topk": sizes.index_topk,
         "index_head_dim": 128,
         "index_n_heads": 32,
         "index_kpool": 4,
@@ -62,10 +82,10 @@ def small_config(*, mhc: bool = True) -> dict[str, Any]:
         "layer_types": layers,
         "mlp_layer_types": ["dense"] + ["sparse"] * (len(layers) - 2) + ["dense"],
         "linear_head_dim": 128,
-        "linear_num_heads": 4,
+        "linear_num_heads": sizes.linear_heads,
         "linear_attn_config": {
             "head_dim": 128,
-            "num_heads": 4,
+            "num_heads": sizes.linear_heads,
             "short_conv_kernel_size": 4,
             "gate_lower_bound": -5.0,
             "kda_layers": [i for i, kind in numbered if kind == "linear_attention"],
@@ -187,11 +207,13 @@ def _draw(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torc
     return values * 0.1
 
 
-def write_model(folder: Path, *, mhc: bool = True, seed: int = 3) -> dict[str, Any]:
+def write_model(
+    folder: Path, *, mhc: bool = True, sizes: Sizes = SMALL, seed: int = 3
+) -> dict[str, Any]:
     """Write ``config.json`` and ``model.safetensors`` with random weights; return the config."""
     from safetensors.torch import save_file
 
-    config = small_config(mhc=mhc)
+    config = small_config(mhc=mhc, sizes=sizes)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in weight_shapes(config).items():

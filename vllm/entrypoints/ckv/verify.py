@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import platform
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -28,7 +29,7 @@ from vllm.entrypoints.ckv.engine import (
     gpu_count,
     run_engine,
 )
-from vllm.entrypoints.ckv.model import tokenise, write_model
+from vllm.entrypoints.ckv.model import FOR_B12X, SMALL, Sizes, tokenise, write_model
 from vllm.entrypoints.ckv.oracle import OracleStep, TransformersOracle
 
 PAGE_TOKENS = 512
@@ -40,13 +41,18 @@ INTERLEAVE = 4
 NO_DCP, ORDINARY, FULL_CKV = "no DCP", "ordinary DCP", "full-CKV"
 
 LIMIT_VS_DCP = 0.02
-"""Log-probabilities; bfloat16 partial outputs move them by about 0.005 here."""
+"""Log-probabilities; bfloat16 partial outputs move them by about 0.005 here.
+
+Set with the torch and Triton kernels; b12x's, which also quantise queries, were never measured.
+"""
 
 LIMIT_VS_NO_DCP = 2.0
 """Times ordinary DCP's own largest difference to no DCP."""
 
 LIMIT_VS_ORACLE = 0.1
 """Log-probabilities; FP8 records alone move them by about 0.045."""
+
+SIZES = {"small": SMALL, "b12x": FOR_B12X}
 
 
 @dataclass(frozen=True)
@@ -89,18 +95,20 @@ class CaseReport:
     dcp_seconds: float
 
 
-def make_cases(text: bytes, dcp: int) -> list[Case]:
+def make_cases(text: bytes, dcp: int, index_topk: int = SMALL.index_topk) -> list[Case]:
     """Cut six prompts out of ``text``, which is repeated if it is short.
 
-    Starts differ, or the prefix cache would answer a case with an earlier one.
+    Starts differ, or the prefix cache would answer a case with an earlier one. The last two are at
+    least twice as long as ``index_topk``, so that there is something to select from.
 
     Raises:
         ValueError: the text is empty.
     """
     if not text:
         raise ValueError("the text is empty; pass a file with at least one byte to --text")
-    # Blocks of the prefix cache hold page x N tokens; two of them and a rest are shared.
-    shared = 2 * PAGE_TOKENS * dcp + 64
+    # Blocks of the prefix cache hold page x N tokens; at least two of them and a rest are shared.
+    block = PAGE_TOKENS * dcp
+    shared = max(2, -(-2 * index_topk // block)) * block + 64
 
     def cut(start: int, length: int) -> list[int]:
         repeats = (start + length) // len(text) + 1
@@ -122,6 +130,7 @@ def make_jobs(model: Path, cases: Sequence[Case], dcp: int) -> list[EngineJob]:
     groups: list[list[list[int]]] = [[] for _ in range(cases[-1].group + 1)]
     for case in cases:
         groups[case.group].append(case.prompt)
+    longest = max(len(case.prompt) for case in cases) + MAX_TOKENS
     common = {
         "model": str(model),
         "skip_tokenizer_init": True,
@@ -130,7 +139,7 @@ def make_jobs(model: Path, cases: Sequence[Case], dcp: int) -> list[EngineJob]:
         "attention_backend": "B12X_MLA_SPARSE",
         "kv_cache_dtype": "fp8_ds_mla",
         "block_size": PAGE_TOKENS,
-        "max_model_len": 1280 * dcp,
+        "max_model_len": -(-longest // PAGE_TOKENS) * PAGE_TOKENS,
         "max_num_seqs": 4,
         "max_num_batched_tokens": CHUNK_TOKENS,
         "kv_cache_memory_bytes": 1 << 28,
@@ -280,6 +289,25 @@ def format_table(reports: Sequence[CaseReport]) -> str:
     return output.format_table(rows)
 
 
+def kernels_of(log: str) -> str:
+    """The kernel provider that the log of an engine names, "unknown" if it names none."""
+    named = re.search(r"(\w+) serves this model instead of b12x", log) or re.search(
+        r"full-CKV gather: .*, kernels (\w+)", log
+    )
+    return "unknown" if named is None else named[1]
+
+
+def choose_sizes(wanted: str, use_gpu: bool) -> Sizes:
+    """The model's sizes. wanted: a key of ``SIZES``, or "auto" for those of this GPU's kernels."""
+    if wanted != "auto":
+        return SIZES[wanted]
+    if not use_gpu:
+        return SMALL
+    from vllm.v1.attention.backends.mla.sparse_mla_kernels import get_kernels
+
+    return FOR_B12X if type(get_kernels()).__name__ == "B12xKernels" else SMALL
+
+
 def versions() -> dict[str, str]:
     """Versions of what took part."""
     found = {"python": platform.python_version()}
@@ -307,6 +335,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="auto: GPUs if there is one for every rank, else the reference platform on the CPU",
     )
     parser.add_argument(
+        "--sizes",
+        choices=("auto", *SIZES),
+        default="auto",
+        help="of the model: b12x has no kernels for the small one; auto: b12x on its GPUs",
+    )
+    parser.add_argument(
         "--no-oracle", action="store_true", help="leave out the comparison with transformers"
     )
 
@@ -331,8 +365,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"vllm-ckv verify: --json: there is no folder {arguments.json.parent}")
         return 2
     use_gpu = gpus >= dcp and arguments.device != "cpu"
+    sizes = choose_sizes(arguments.sizes, use_gpu)
     try:
-        cases = make_cases(_read_text(arguments.text), dcp)
+        cases = make_cases(_read_text(arguments.text), dcp, sizes.index_topk)
     except (OSError, ValueError) as error:
         print(f"vllm-ckv verify: {error}")
         return 2
@@ -347,13 +382,15 @@ def run(arguments: argparse.Namespace) -> int:
         )
     folder = Path(tempfile.mkdtemp(prefix="vllm-ckv-verify-"))
     try:
-        results, oracle = _run_all(folder, cases, dcp, use_gpu, ask_oracle)
+        results, oracle = _run_all(folder, cases, dcp, sizes, use_gpu, ask_oracle)
     except RuntimeError as error:
         print(f"vllm-ckv verify: {error}\nlogs are kept in {folder}")
         return 1
+    kernels = kernels_of(_log_of(folder, FULL_CKV).read_text(errors="replace"))
     reports = report_cases(cases, results, oracle)
     failures = find_failures(cases, reports)
     print(format_table(reports))
+    print(f"kernels: {kernels}; a query selects {sizes.index_topk:,} tokens")
     print(
         "vs: largest log-probability difference of full-CKV; B/token: bytes one rank receives per "
         "prompt token; s: of the case's group"
@@ -367,6 +404,8 @@ def run(arguments: argparse.Namespace) -> int:
             "failures": failures,
             "dcp": dcp,
             "device": "gpu" if use_gpu else "cpu",
+            "kernels": kernels,
+            "sizes": asdict(sizes),
             "versions": versions(),
         }
         arguments.json.write_text(json.dumps(document, indent=1) + "\n")
@@ -383,13 +422,17 @@ def has_hyper_connections(use_gpu: bool) -> bool:
     return not use_gpu or find_spec("tilelang") is not None
 
 
+def _log_of(folder: Path, job: str) -> Path:
+    return folder / f"{job.replace(' ', '_')}.log"
+
+
 def _run_all(
-    folder: Path, cases: Sequence[Case], dcp: int, use_gpu: bool, ask_oracle: bool
+    folder: Path, cases: Sequence[Case], dcp: int, sizes: Sizes, use_gpu: bool, ask_oracle: bool
 ) -> tuple[dict[str, EngineResult], list[list[OracleStep]] | None]:
     from tqdm import tqdm
 
     model = folder / "model"
-    write_model(model, mhc=has_hyper_connections(use_gpu))
+    write_model(model, mhc=has_hyper_connections(use_gpu), sizes=sizes)
     jobs = make_jobs(model, cases, dcp)
     results: dict[str, EngineResult] = {}
     steps = len(jobs) * (1 + len(jobs[0].groups)) + (len(cases) if ask_oracle else 0)
@@ -397,7 +440,7 @@ def _run_all(
         for job in jobs:
             progress.set_description(f"{job.name}: starting")
             result = results[job.name] = EngineResult()
-            log = folder / f"{job.name.replace(' ', '_')}.log"
+            log = _log_of(folder, job.name)
             for event in run_engine(job, log, use_gpu=use_gpu):
                 add_event(result, event)
                 progress.update()
