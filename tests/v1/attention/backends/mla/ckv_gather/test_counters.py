@@ -10,6 +10,23 @@ from vllm.v1.attention.backends.mla.ckv_gather import counters as c
 from vllm.v1.attention.backends.mla.ckv_gather import plan as plan_module
 from vllm.v1.attention.backends.mla.ckv_gather.eligibility import Reason
 
+NOTHING_TIMED = {"counts": dict.fromkeys([*map(str, c.SECONDS), "+Inf"], 0), "total": 0.0}
+
+
+def test_a_duration_goes_to_the_first_bucket_that_holds_it():
+    durations = c.Histogram()
+    for seconds in (0.0, 1e-4, 1.1e-4, 1.0, 7.5):
+        durations.add(seconds)
+    counts = durations.as_dict()["counts"]
+    assert {bound: count for bound, count in counts.items() if count} == {
+        "0.0001": 2,
+        "0.00025": 1,
+        "1.0": 1,
+        "+Inf": 1,
+    }
+    assert durations.total == pytest.approx(8.50021)
+    assert list(c.SECONDS) == sorted(c.SECONDS)
+
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_bytes_are_those_of_stock_buffers(world):
@@ -66,6 +83,7 @@ def test_decisions_are_counted_once_per_step_and_by_reason(make_gather, make_com
         },
         "ckv_bytes": 0,
         "dcp_bytes": 0,
+        "exchange_seconds": {"index_keys": c.Histogram().as_dict(), "records": NOTHING_TIMED},
     }
     assert gather.counters.summary() == (
         "gathered 3 batches, 990 tokens; ordinary: 1 mixed, 1 over capacity"

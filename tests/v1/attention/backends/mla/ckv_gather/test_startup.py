@@ -257,6 +257,9 @@ def test_the_first_run_takes_every_operation_through_every_collective():
         # The lock proves it as well: nothing but the reserved bytes was used.
         assert result["same_bytes"] and result["reserved"][0] == result["reserved"][1]
         assert result["counters"]["ckv_bytes"] == result["counters"]["dcp_bytes"] == 0
+        # Compiling is no exchange.
+        for durations in result["counters"]["exchange_seconds"].values():
+            assert not any(durations["counts"].values())
     assert ranks[0]["entered"] == ranks[1]["entered"]
     names = [name for name, _ in ranks[0]["entered"]]
     assert names[0] == "all_gather_object" and names.count("all_gather_object") == 1

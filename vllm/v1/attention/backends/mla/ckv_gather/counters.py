@@ -7,6 +7,7 @@ no transport adds its own headers, and a rank's own share of an all-gather is no
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,12 @@ LSE_BYTES = 4
 
 CANDIDATE_BYTES = 8
 """Bytes of one pool candidate of the ordinary indexer: a float32 score and an int32 id."""
+
+EXCHANGES = ("index_keys", "records")
+"""The two exchanges of a layer, in the order in which they happen."""
+
+SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+"""Upper bounds of a histogram's buckets, inclusive; one more bucket has none."""
 
 _WORDS = {
     Reason.DECODE_TOKENS: "mixed",
@@ -59,6 +66,28 @@ def candidate_bytes(rows: int, width: int, world: int) -> int:
 
 
 @dataclass
+class Histogram:
+    """Durations by bucket.
+
+    counts: durations in each bucket of :data:`SECONDS`, then those beyond the last.
+    total: their sum in seconds.
+    """
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(SECONDS) + 1))
+    total: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count one duration."""
+        self.counts[bisect_left(SECONDS, seconds)] += 1
+        self.total += seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """``counts`` by upper bound, ``"+Inf"`` the last, and ``total``."""
+        bounds = [*map(str, SECONDS), "+Inf"]
+        return {"counts": dict(zip(bounds, self.counts, strict=True)), "total": self.total}
+
+
+@dataclass
 class GatherCounters:
     """Running totals of one process.
 
@@ -69,6 +98,7 @@ class GatherCounters:
     ckv_bytes: bytes received by record and index exchanges, all layers.
     dcp_bytes: bytes received by query gather, combine and candidate exchange for prefill rows of
         ordinary batches, all layers. Decode rows are left out: they never gather.
+    exchange_seconds: durations by kind of exchange, of one layer a batch, see :mod:`.timing`.
     """
 
     gathered_batches: int = 0
@@ -77,6 +107,9 @@ class GatherCounters:
     ordinary: Counter[Reason] = field(default_factory=Counter)
     ckv_bytes: int = 0
     dcp_bytes: int = 0
+    exchange_seconds: dict[str, Histogram] = field(
+        default_factory=lambda: {kind: Histogram() for kind in EXCHANGES}
+    )
 
     @property
     def prefill_batches(self) -> int:
@@ -85,7 +118,7 @@ class GatherCounters:
         return self.gathered_batches + refused
 
     def as_dict(self) -> dict[str, Any]:
-        """The totals as plain integers; ``ordinary_batches`` maps reason names to counts."""
+        """The totals as plain numbers; ``ordinary_batches`` maps reason names to counts."""
         return {
             "gathered_batches": self.gathered_batches,
             "gathered_query_tokens": self.gathered_query_tokens,
@@ -95,6 +128,9 @@ class GatherCounters:
             },
             "ckv_bytes": self.ckv_bytes,
             "dcp_bytes": self.dcp_bytes,
+            "exchange_seconds": {
+                kind: durations.as_dict() for kind, durations in self.exchange_seconds.items()
+            },
         }
 
     def summary(self) -> str:

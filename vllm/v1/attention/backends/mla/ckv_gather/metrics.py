@@ -7,11 +7,15 @@ engine writes its totals there once a second if they changed, and the server rea
 scraped. Nothing happens per batch, and no stat logger is installed, which would switch vLLM's
 statistics on.
 
+With several API servers any of them may be scraped, and vLLM serves what prometheus_client's
+multi-process mode finds in the files of another folder. Rank 0 then writes its totals there.
+
 ``vllm:ckv_gather_batches_total``, ``..._query_tokens_total``, ``..._visible_tokens_total``: batches
 that gathered, and their tokens. ``..._ordinary_batches_total``: by ``reason``.
-``..._received_bytes_total``: received by one rank, by ``path``, ``ckv`` or ``dcp``. All have the
-label ``engine``, the data-parallel rank. With several API servers vLLM reads metrics from files of
-prometheus_client instead, and these are not among them.
+``..._received_bytes_total``: received by one rank, by ``path``, ``ckv`` or ``dcp``.
+``..._exchange_seconds``: a histogram of exchanges of one layer a batch, by ``exchange``,
+``index_keys`` or ``records``. All have the label ``engine``, the data-parallel rank. Engines on
+other hosts than the server are not among them.
 """
 
 from __future__ import annotations
@@ -23,12 +27,15 @@ import secrets
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 FOLDER = "CKV_METRICS_FOLDER"
 """Set by the process that serves metrics, for its workers; not meant to be set by people."""
+
+Write: TypeAlias = Callable[[dict[str, Any]], None]
 
 INTERVAL_SECONDS = 1.0
 PREFIX = "vllm:ckv_gather"
@@ -39,6 +46,45 @@ _TOTALS = (
 )
 
 
+def families(engines: Mapping[str, dict[str, Any]]) -> Iterator[Any]:
+    """The totals as prometheus_client's metrics.
+
+    engines: data-parallel rank -> totals as ``GatherCounters.as_dict`` gives them.
+    """
+    from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+
+    for name, key, meaning in _TOTALS:
+        family = CounterMetricFamily(f"{PREFIX}_{name}", meaning, labels=["engine"])
+        for engine, totals in engines.items():
+            family.add_metric([engine], totals[key])
+        yield family
+    refused = CounterMetricFamily(
+        f"{PREFIX}_ordinary_batches",
+        "Batches that took the ordinary path.",
+        labels=["engine", "reason"],
+    )
+    received = CounterMetricFamily(
+        f"{PREFIX}_received_bytes",
+        "Bytes that one rank received.",
+        labels=["engine", "path"],
+    )
+    seconds = HistogramMetricFamily(
+        f"{PREFIX}_exchange_seconds",
+        "Seconds of one layer's exchange, of every gathered batch.",
+        labels=["engine", "exchange"],
+    )
+    for engine, totals in engines.items():
+        for reason, count in totals["ordinary_batches"].items():
+            refused.add_metric([engine, reason], count)
+        for path in ("ckv", "dcp"):
+            received.add_metric([engine, path], totals[f"{path}_bytes"])
+        for kind, durations in totals["exchange_seconds"].items():
+            counts = durations["counts"]
+            below = zip(counts, accumulate(counts.values()), strict=True)
+            seconds.add_metric([engine, kind], list(below), durations["total"])
+    yield from (refused, received, seconds)
+
+
 class GatherCollector:
     """A prometheus collector over the totals in ``folder``; files that are not there count 0."""
 
@@ -47,31 +93,9 @@ class GatherCollector:
 
     def collect(self) -> Iterator[Any]:
         """Called at every scrape."""
-        from prometheus_client.core import CounterMetricFamily
-
-        engines = {path.stem: json.loads(path.read_text()) for path in self.folder.glob("*.json")}
-        for name, key, meaning in _TOTALS:
-            family = CounterMetricFamily(f"{PREFIX}_{name}", meaning, labels=["engine"])
-            for engine, totals in engines.items():
-                family.add_metric([engine], totals[key])
-            yield family
-        refused = CounterMetricFamily(
-            f"{PREFIX}_ordinary_batches",
-            "Batches that took the ordinary path.",
-            labels=["engine", "reason"],
+        return families(
+            {path.stem: json.loads(path.read_text()) for path in self.folder.glob("*.json")}
         )
-        received = CounterMetricFamily(
-            f"{PREFIX}_received_bytes",
-            "Bytes that one rank received.",
-            labels=["engine", "path"],
-        )
-        for engine, totals in engines.items():
-            for reason, count in totals["ordinary_batches"].items():
-                refused.add_metric([engine, reason], count)
-            for path in ("ckv", "dcp"):
-                received.add_metric([engine, path], totals[f"{path}_bytes"])
-        yield refused
-        yield received
 
 
 def offer() -> None:
@@ -94,32 +118,78 @@ def offer() -> None:
     REGISTRY.register(GatherCollector(folder))  # type: ignore[arg-type]
 
 
+def _private_file(folder: str, engine: int) -> Write:
+    target = Path(folder) / f"{engine}.json"
+    target.parent.mkdir(mode=0o700, exist_ok=True)
+
+    def write(totals: dict[str, Any]) -> None:
+        partial = target.with_suffix(".partial")
+        partial.write_text(json.dumps(totals))
+        partial.replace(target)
+
+    return write
+
+
+def _multiprocess_files(engine: int) -> Write:
+    from prometheus_client.values import MultiProcessValue
+
+    # Files of our own: vLLM's metrics of this process, if any, are in those named by its number.
+    value_of = MultiProcessValue(lambda: f"ckv_gather_{os.getpid()}")
+    values: dict[tuple[str, tuple[str, ...]], Any] = {}
+
+    def write(totals: dict[str, Any]) -> None:
+        for family in families({str(engine): totals}):
+            below = 0
+            for sample in family.samples:
+                value = sample.value
+                if "le" in sample.labels:
+                    # In these files buckets hold their own count, and the reader adds up.
+                    value, below = value - below, value
+                elif family.type == "histogram":
+                    below = 0
+                    if sample.name.endswith("_count"):
+                        continue  # the reader's own
+                key = (sample.name, tuple(sample.labels.values()))
+                if key not in values:
+                    values[key] = value_of(
+                        family.type,
+                        family.name,
+                        sample.name,
+                        tuple(sample.labels),
+                        key[1],
+                        family.documentation,
+                    )
+                values[key].set(value)
+
+    return write
+
+
 def publish(read: Callable[[], dict[str, Any]], engine: int) -> threading.Thread | None:
     """Write what ``read`` returns for ``engine``, now and once a second; None if nobody asked.
 
     read: totals as ``GatherCounters.as_dict`` gives them. Called in a thread of its own.
     """
     folder = os.environ.get(FOLDER)
-    if folder is None:
+    if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+        write = _multiprocess_files(engine)
+    elif folder is not None:
+        write = _private_file(folder, engine)
+    else:
         return None
-    target = Path(folder) / f"{engine}.json"
-    target.parent.mkdir(mode=0o700, exist_ok=True)
 
-    def write() -> None:
+    def keep_writing() -> None:
         last = None
         wait = threading.Event()
         while True:
             totals = read()
             if totals != last:
-                partial = target.with_suffix(".partial")
                 try:
-                    partial.write_text(json.dumps(totals))
-                    partial.replace(target)
+                    write(totals)
                 except OSError:
                     return  # the server is gone, and its folder with it
                 last = totals
             wait.wait(INTERVAL_SECONDS)
 
-    thread = threading.Thread(target=write, name="ckv-metrics", daemon=True)
+    thread = threading.Thread(target=keep_writing, name="ckv-metrics", daemon=True)
     thread.start()
     return thread

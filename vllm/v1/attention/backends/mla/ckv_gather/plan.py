@@ -54,6 +54,7 @@ from vllm.v1.attention.backends.mla.ckv_gather.staging import (
     StagingRing,
     numbers_per_batch,
 )
+from vllm.v1.attention.backends.mla.ckv_gather.timing import ExchangeTimer
 from vllm.v1.attention.backends.mla.ckv_gather.workspace import WorkspacePlan
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ class CkvGather:
         self.geometry = FrozenGeometry()
         self.workspace: WorkspacePlan | None = None
         self.counters = GatherCounters()
+        self.timer = ExchangeTimer(self.counters.exchange_seconds)
         self.counting_layer: str | None = None
         self._staged: tuple[StagingRing, PageTables] | None = None
         self.limits = Limits(
@@ -286,7 +288,9 @@ class CkvGather:
         self.workspace = WorkspacePlan.from_geometry(
             geometry, self.max_visible_tokens, self.max_num_seqs, tuple(scratch)
         )
-        self._staging(self.workspace.reserve())
+        device = self.workspace.reserve()
+        self._staging(device)
+        self.timer.prepare(device)
         parallel = self.vllm_config.parallel_config
         if getattr(parallel, "rank", 0) == 0:
             metrics.publish(self.counters.as_dict, getattr(parallel, "data_parallel_index", 0))
@@ -359,6 +363,8 @@ class CkvGather:
             )
         if count:
             self._count(facts, decision)
+            if not capturing:
+                self.timer.begin_step(gathers=decision.gather)
         if not decision.gather:
             return None
         assert lengths is not None
@@ -481,18 +487,19 @@ class CkvGather:
                 POOLS_PER_INDEX_PAGE,
                 index_cache.shape[0],
             )
-        exchange.gather_pools(
-            kernels,
-            index_cache,
-            block_table[: plan.pools.num_requests],
-            plan.staged_pools,
-            buffers.records,
-            buffers.pages,
-            plan.page_starts,
-            group.device_group,
-            group.rank_in_group,
-            interleave=self.pool_ownership.interleave,
-        )
+        with self.timer.exchange("index_keys"):
+            exchange.gather_pools(
+                kernels,
+                index_cache,
+                block_table[: plan.pools.num_requests],
+                plan.staged_pools,
+                buffers.records,
+                buffers.pages,
+                plan.page_starts,
+                group.device_group,
+                group.rank_in_group,
+                interleave=self.pool_ownership.interleave,
+            )
         self.counters.ckv_bytes += (
             (self.dcp_world_size - 1) * plan.pools.padded * INDEX_RECORD_BYTES
         )
@@ -530,15 +537,16 @@ class CkvGather:
                 cache.shape[1],
                 cache.shape[0],
             )
-        exchange.gather_latents(
-            kernels,
-            cache,
-            block_table[: plan.tokens.num_requests],
-            plan.staged_tokens,
-            records,
-            group.device_group,
-            group.rank_in_group,
-        )
+        with self.timer.exchange("records"):
+            exchange.gather_latents(
+                kernels,
+                cache,
+                block_table[: plan.tokens.num_requests],
+                plan.staged_tokens,
+                records,
+                group.device_group,
+                group.rank_in_group,
+            )
         self.counters.ckv_bytes += (self.dcp_world_size - 1) * plan.tokens.padded * cache.shape[-1]
         # History, then tail, then -1: the valid entries are a prefix of every row.
         counts = torch.empty_like(req_id)
@@ -563,9 +571,10 @@ def counters(worker: Any) -> dict[str, Any]:
 
     Returns:
         ``gathered_batches``, ``gathered_query_tokens``, ``gathered_visible_tokens``,
-        ``ordinary_batches`` (reason name -> batches), ``ckv_bytes`` and ``dcp_bytes``, as plain
-        integers; see :class:`.counters.GatherCounters`. Batches that vLLM runs to warm up are
-        among them: take the difference of two calls for one piece of work.
+        ``ordinary_batches`` (reason name -> batches), ``ckv_bytes``, ``dcp_bytes`` and
+        ``exchange_seconds`` (kind -> counts by bucket, and total), as plain numbers; see
+        :class:`.counters.GatherCounters`. Batches that vLLM runs to warm up are among them: take
+        the difference of two calls for one piece of work.
 
     Raises:
         RuntimeError: no layer of this worker runs on B12X_MLA_SPARSE.
