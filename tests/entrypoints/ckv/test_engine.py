@@ -173,7 +173,7 @@ def test_the_reference_platform_is_set_up_only_without_gpus(monkeypatch, use_gpu
 def test_differences_of_counters():
     before = {"gathered_batches": 2, "ordinary_batches": {"disabled": 3}}
     after = {"gathered_batches": 5, "ordinary_batches": {"disabled": 3, "capacity": 1}}
-    assert engine._difference(after, before) == {
+    assert engine.difference(after, before) == {
         "gathered_batches": 3,
         "ordinary_batches": {"disabled": 0, "capacity": 1},
     }
