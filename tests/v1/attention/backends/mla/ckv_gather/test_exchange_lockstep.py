@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lockstep import Lockstep, LockstepDist, replaced
+from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
 from vllm.v1.attention.backends.mla.ckv_gather import exchange
 from vllm.v1.attention.backends.mla.ckv_gather.layout import (
@@ -174,6 +175,48 @@ def test_candidates_travel_in_vllms_group_unless_told(lockstep, monkeypatch):
     lockstep.run(lambda rank: exchange.all_gather_candidates(*candidates(rank)))
     lockstep.run(lambda rank: exchange.all_gather_candidates(*candidates(rank), "own"))
     assert seen == ["device group"] * lockstep.world + ["own"] * lockstep.world
+
+
+def pynccl(rank, world, disabled=False):
+    """vLLM's NCCL communicator without its library; notes what it is asked to gather."""
+    communicator = object.__new__(PyNcclCommunicator)
+    communicator.rank, communicator.world_size, communicator.disabled = rank, world, disabled
+    communicator.gathered = []
+    communicator.all_gather = lambda received, own: communicator.gathered.append((received, own))
+    return communicator
+
+
+def test_vllms_nccl_communicator_is_used_where_it_is():
+    group = SimpleNamespace(
+        device_group="device group", device_communicator=SimpleNamespace(pynccl_comm=pynccl(1, 3))
+    )
+    communicator = exchange.communicator_of(group)
+    assert isinstance(communicator, PyNcclCommunicator)
+    buffer = torch.arange(3 * PADDED * 5, dtype=torch.uint8).view(3 * PADDED, 5)
+    exchange.all_gather_in_place(buffer, PADDED, communicator, 1)
+    ((received, own),) = communicator.gathered
+    assert received is buffer
+    # In place for NCCL: what is sent lies where it would be received.
+    assert own.data_ptr() == buffer[PADDED].data_ptr() and own.shape == (PADDED, 5)
+    scores, ids = torch.rand(4, 2), torch.zeros(4, 2, dtype=torch.int32)
+    assert exchange.all_gather_candidates(scores, ids, communicator)[0].shape == (4, 6)
+    assert len(communicator.gathered) == 2
+    with pytest.raises(ValueError, match="rank 2 was passed, the group numbers this process 1"):
+        exchange.all_gather_in_place(buffer, PADDED, communicator, 2)
+
+
+@pytest.mark.parametrize(
+    "device_communicator",
+    [
+        None,
+        SimpleNamespace(),
+        SimpleNamespace(pynccl_comm=None),
+        SimpleNamespace(pynccl_comm=pynccl(0, 2, disabled=True)),
+    ],
+)
+def test_else_the_process_group_is(device_communicator):
+    group = SimpleNamespace(device_group="group", device_communicator=device_communicator)
+    assert exchange.communicator_of(group) == "group"
 
 
 @pytest.mark.parametrize(

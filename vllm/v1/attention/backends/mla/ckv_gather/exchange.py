@@ -11,14 +11,43 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backends.mla.ckv_gather.layout import StagedLayout
     from vllm.v1.attention.backends.mla.sparse_mla_kernels.base import SparseMLAKernels
 
 
+Communicator = dist.ProcessGroup | PyNcclCommunicator
+
+
+def communicator_of(coordinator: Any) -> Communicator:
+    """What the exchanges of a vLLM ``GroupCoordinator`` go through.
+
+    vLLM's NCCL communicator where it is in use, because vLLM has one for the group anyway (the
+    process group's would take several hundred MiB of its own), it works on the current stream
+    instead of switching to another one and back, and graphs capture it. Else the process group.
+    """
+    pynccl = getattr(getattr(coordinator, "device_communicator", None), "pynccl_comm", None)
+    return coordinator.device_group if pynccl is None or pynccl.disabled else pynccl
+
+
+def _place(group: Communicator) -> tuple[int, int]:
+    """Ranks of ``group``, and which of them this process is."""
+    if isinstance(group, PyNcclCommunicator):
+        return group.world_size, group.rank
+    return dist.get_world_size(group), dist.get_rank(group)
+
+
+def _all_gather(received: torch.Tensor, own: torch.Tensor, group: Communicator) -> None:
+    if isinstance(group, PyNcclCommunicator):
+        group.all_gather(received, own)
+    else:
+        dist.all_gather_into_tensor(received, own, group=group)
+
+
 def all_gather_in_place(
-    gathered: torch.Tensor, padded: int, group: dist.ProcessGroup, rank: int
+    gathered: torch.Tensor, padded: int, group: Communicator, rank: int
 ) -> None:
     """Exchange the rank spans of ``gathered``; this rank's span must be filled before.
 
@@ -34,7 +63,7 @@ def all_gather_in_place(
         ValueError: shape, type or layout of ``gathered`` or ``rank`` does not fit the group.
             All but ``rank`` are the same everywhere, so ranks fail together instead of waiting.
     """
-    world = dist.get_world_size(group)
+    world, place = _place(group)
     if gathered.dim() != 2 or gathered.shape[0] != world * padded:
         raise ValueError(
             f"the gather buffer has shape {tuple(gathered.shape)}, expected "
@@ -45,15 +74,15 @@ def all_gather_in_place(
             f"the gather buffer has type {gathered.dtype} and strides {gathered.stride()}; "
             "pass contiguous uint8 records"
         )
-    if rank != dist.get_rank(group):
+    if rank != place:
         raise ValueError(
-            f"rank {rank} was passed, the group numbers this process {dist.get_rank(group)}; "
+            f"rank {rank} was passed, the group numbers this process {place}; "
             "pass the rank within the DCP group"
         )
     if padded == 0:
         return
     own = gathered[rank * padded : (rank + 1) * padded]
-    dist.all_gather_into_tensor(gathered, own, group=group)
+    _all_gather(gathered, own, group)
 
 
 def gather_latents(
@@ -62,7 +91,7 @@ def gather_latents(
     block_table: torch.Tensor,
     staged: StagedLayout,
     gathered: torch.Tensor,
-    group: dist.ProcessGroup,
+    group: Communicator,
     rank: int,
 ) -> None:
     """Pack this rank's visible latent records into its span and exchange the spans.
@@ -92,7 +121,7 @@ def gather_pools(
     gathered: torch.Tensor,
     pages: torch.Tensor,
     page_starts: torch.Tensor,
-    group: dist.ProcessGroup,
+    group: Communicator,
     rank: int,
     *,
     interleave: int,
@@ -124,13 +153,13 @@ def gather_pools(
 
 
 def all_gather_candidates(
-    scores: torch.Tensor, global_ids: torch.Tensor, group: dist.ProcessGroup | None = None
+    scores: torch.Tensor, global_ids: torch.Tensor, group: Communicator | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Bring every rank's pool candidates to every rank, for selection without a full gather.
 
     scores: (T, K), float32.
     global_ids: (T, K), int32. Global pool ids, -1 where there is none.
-    group: the DCP ranks; left out, vLLM's DCP group.
+    group: the DCP ranks; left out, :func:`communicator_of` vLLM's DCP group.
 
     Returns:
         scores and ids, (T, N * K) each; rank k's candidates are columns ``[k * K, (k + 1) * K)``.
@@ -150,15 +179,15 @@ def all_gather_candidates(
     if group is None:
         from vllm.distributed.parallel_state import get_dcp_group
 
-        group = get_dcp_group().device_group
-    world = dist.get_world_size(group)
+        group = communicator_of(get_dcp_group())
+    world, _ = _place(group)
     rows, width = scores.shape
     if rows == 0 or width == 0:
         return scores.new_empty((rows, world * width)), global_ids.new_empty((rows, world * width))
     # Both have 4-byte elements, so one exchange of their bits moves them together.
     own = torch.stack((scores.contiguous().view(torch.int32), global_ids))
     every = torch.empty((world * 2, rows, width), dtype=torch.int32, device=own.device)
-    dist.all_gather_into_tensor(every, own, group=group)
+    _all_gather(every, own, group)
     both = every.view(world, 2, rows, width).permute(1, 2, 0, 3).reshape(2, rows, world * width)
     return both[0].view(torch.float32), both[1]
 

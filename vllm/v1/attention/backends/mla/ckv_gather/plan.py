@@ -496,7 +496,7 @@ class CkvGather:
                 buffers.records,
                 buffers.pages,
                 plan.page_starts,
-                group.device_group,
+                exchange.communicator_of(group),
                 group.rank_in_group,
                 interleave=self.pool_ownership.interleave,
             )
@@ -544,7 +544,7 @@ class CkvGather:
                 block_table[: plan.tokens.num_requests],
                 plan.staged_tokens,
                 records,
-                group.device_group,
+                exchange.communicator_of(group),
                 group.rank_in_group,
             )
         self.counters.ckv_bytes += (self.dcp_world_size - 1) * plan.tokens.padded * cache.shape[-1]
