@@ -180,6 +180,8 @@ def keywords(**changes) -> dict:
     return {"attention_backend": BACKEND, **DTYPE, **changes}
 
 
+CONNECTOR = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+
 REFUSED = {
     "interleave": (
         "glm",
@@ -198,7 +200,7 @@ REFUSED = {
     "fp8": ("glm", keywords(kv_cache_dtype="fp8"), "pass --kv-cache-dtype fp8_ds_mla"),
     "connector": (
         "glm",
-        keywords(kv_transfer_config={"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}),
+        keywords(kv_transfer_config=CONNECTOR),
         "with a KV connector, whose layer-wise loads it would not wait for",
     ),
     "another sparse model": (
@@ -231,6 +233,11 @@ def test_a_configuration_that_cannot_work_is_refused_in_words(answers, name):
 
 def test_the_right_configuration_beside_them_is_accepted(answers):
     assert answers["right"] == CLASS
+
+
+def test_auto_starts_where_one_is_refused(folder):
+    requests: list[tuple] = [("glm", keywords(kv_transfer_config=CONNECTOR))]
+    assert run(folder, "here", requests, VLLM_B12X_MLA_CKV_GATHER="auto") == [CLASS]
 
 
 def test_a_malformed_flag_stops_the_engines_arguments(folder):

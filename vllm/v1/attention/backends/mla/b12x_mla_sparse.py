@@ -121,7 +121,7 @@ class B12xMLASparseBackend(AttentionBackend):
             return reasons
         if model_type not in MODEL_TYPES:
             return [*reasons, f"model type {model_type!r} is not supported; only glm5_next is"]
-        return reasons + startup.refusals(vllm_config, enabled=bool(envs.VLLM_B12X_MLA_CKV_GATHER))
+        return reasons + startup.refusals(vllm_config, envs.VLLM_B12X_MLA_CKV_GATHER)
 
 
 @dataclass(kw_only=True)

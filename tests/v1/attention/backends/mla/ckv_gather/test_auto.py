@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """``VLLM_B12X_MLA_CKV_GATHER=auto``: the byte model decides, alike on every rank."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from vllm.v1.attention.backends.mla.ckv_gather import exchange, startup
 from vllm.v1.attention.backends.mla.ckv_gather import plan as plan_module
 from vllm.v1.attention.backends.mla.ckv_gather.eligibility import Reason
+from vllm.v1.attention.backends.mla.sparse_mla_kernels.torch_reference import TorchReferenceKernels
 
 
 @pytest.fixture
@@ -54,7 +58,56 @@ def test_one_stays_whenever_eligible(make_gather, make_common):
 def test_without_context_parallelism_it_is_off(make_auto, make_common):
     gather = make_auto(world=1)
     assert plan(gather, make_common([500], [500])) is None
-    assert gather.counters.ordinary == {Reason.NO_CONTEXT_PARALLELISM: 1}
+    assert gather.counters.ordinary == {Reason.DISABLED: 1}
+
+
+OBSTACLES = [
+    ({"use_ubatching": True}, "drop --enable-dbo"),
+    ({"prefill_context_parallel_size": 2}, "set --prefill-context-parallel-size 1"),
+    ({"kv_transfer_config": object()}, "drop --kv-transfer-config"),
+]
+
+
+@pytest.mark.parametrize(("changes", "remedy"), OBSTACLES)
+def test_where_it_cannot_run_auto_is_off_and_one_refuses(
+    make_auto, make_gather, make_config, make_common, changes, remedy
+):
+    config = make_config(2, **changes)
+    assert startup.refusals(config, "auto") == startup.refusals(config, False) == []
+    (reason,) = startup.refusals(config, True)
+    assert remedy in reason and "to auto or 0" in reason
+    # A refusal is no state of the gather: one that says 1 does not turn itself off.
+    assert make_gather(**changes).enabled
+    gather = make_auto(**changes)
+    assert not gather.enabled and remedy in gather.why_off
+    assert plan(gather, make_common([500], [500])) is None
+    assert gather.counters.ordinary == {Reason.DISABLED: 1}
+
+
+@pytest.mark.parametrize(
+    ("mode", "changes", "words"),
+    [
+        ("0", {}, "is 0 or unset"),
+        ("1", {"world": 1}, "without decode context parallelism"),
+        ("auto", {"world": 1}, "without decode context parallelism"),
+        ("auto", {"kv_transfer_config": object()}, "is auto and there is a KV connector"),
+    ],
+)
+def test_one_line_says_why_it_is_off(make_gather, monkeypatch, mode, changes, words):
+    monkeypatch.setattr(plan_module, "get_dcp_group", lambda: SimpleNamespace(cpu_group=None))
+    monkeypatch.setattr(exchange, "all_gather_facts", lambda facts, group: [facts])
+    lines = []
+    monkeypatch.setattr(plan_module.logger, "info", lambda text, *a: lines.append(text % a))
+    monkeypatch.setattr(plan_module.logger, "warning_once", lambda *a: lines.append(a))
+    monkeypatch.setenv("VLLM_B12X_MLA_CKV_GATHER", mode)
+    # Longer than the cap, which is no news where nothing is reserved.
+    gather = make_gather(**{"freeze": False, "max_model_len": 1_000_000, **changes})
+    shapes = startup.LayerShapes(512, 4, 131, 32, 32, 4, 0.1)
+    for _ in range(2):
+        gather.freeze_and_reserve(TorchReferenceKernels(), shapes)
+    (line,) = lines
+    assert line.startswith("full-CKV gather: off, page 256 tokens, kernels TorchReferenceKernels: ")
+    assert words in line and gather.workspace is None
 
 
 def test_the_model_is_that_of_the_configuration(make_auto):

@@ -22,7 +22,7 @@ SHAPES = startup.LayerShapes(
 
 
 @pytest.mark.parametrize(
-    ("changes", "enabled", "parts"),
+    ("changes", "mode", "parts"),
     [
         ({"cp_kv_cache_interleave_size": 1}, False, ["size 1 ", "pool of 4", "set it to 4"]),
         ({"cp_kv_cache_interleave_size": 6}, True, ["size 6 ", "pool of 4", "set it to 8"]),
@@ -31,8 +31,8 @@ SHAPES = startup.LayerShapes(
         ({"kv_transfer_config": object()}, True, ["KV connector", "--kv-transfer-config"]),
     ],
 )
-def test_each_refusal_is_one_sentence_with_a_remedy(make_config, changes, enabled, parts):
-    (reason,) = startup.refusals(make_config(2, **changes), enabled=enabled)
+def test_each_refusal_is_one_sentence_with_a_remedy(make_config, changes, mode, parts):
+    (reason,) = startup.refusals(make_config(2, **changes), mode)
     for part in parts:
         assert part in reason
     assert "\n" not in reason and ". " not in reason
@@ -42,10 +42,10 @@ def test_what_only_the_gather_cannot_do_is_allowed_without_it(make_config):
     config = make_config(
         2, use_ubatching=True, prefill_context_parallel_size=2, kv_transfer_config=object()
     )
-    assert startup.refusals(config, enabled=False) == []
-    assert startup.refusals(make_config(2), enabled=True) == []
+    assert startup.refusals(config, False) == []
+    assert startup.refusals(make_config(2), True) == []
     # Without context parallelism there is no owner to split a pool over.
-    assert startup.refusals(make_config(1, cp_kv_cache_interleave_size=1), enabled=True) == []
+    assert startup.refusals(make_config(1, cp_kv_cache_interleave_size=1), True) == []
 
 
 def test_backend_validation_lists_the_refusals(make_config, monkeypatch):

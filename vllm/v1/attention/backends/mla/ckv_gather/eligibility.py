@@ -105,7 +105,7 @@ def decide(facts: BatchFacts, limits: Limits) -> Decision:
         return Decision(False, reason, f"CKV gather not used: {message}")
 
     if not limits.enabled:
-        return refuse(Reason.DISABLED, "VLLM_B12X_MLA_CKV_GATHER is not set to 1 or auto")
+        return refuse(Reason.DISABLED, "VLLM_B12X_MLA_CKV_GATHER is off, see the line at start")
     if not limits.supported_geometry:
         return refuse(Reason.UNSUPPORTED_GEOMETRY, "the model has no glm5_next sparse MLA geometry")
     if limits.dcp_world_size <= 1:

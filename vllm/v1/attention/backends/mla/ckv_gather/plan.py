@@ -124,7 +124,8 @@ class CkvGather:
         self.dcp_world_size = parallel.decode_context_parallel_size
         self.pool_size = int(vllm_config.model_config.hf_text_config.index_kpool)
         self.mode = envs.VLLM_B12X_MLA_CKV_GATHER
-        self.enabled = bool(self.mode)
+        self.why_off = startup.why_off(vllm_config, self.mode)
+        self.enabled = self.why_off is None
         self.debug = bool(envs.VLLM_CKV_DEBUG)
         self.max_num_seqs = vllm_config.scheduler_config.max_num_seqs
         self.max_visible_tokens = self._max_visible_tokens()
@@ -271,9 +272,12 @@ class CkvGather:
         self, geometry: PageGeometry, kernels: SparseMLAKernels, shapes: LayerShapes
     ) -> None:
         provider = type(kernels).__name__
-        if not self.enabled or self.dcp_world_size == 1:
+        if not self.enabled:
             logger.info(
-                "full-CKV gather: off, page %d tokens, kernels %s", geometry.page_size, provider
+                "full-CKV gather: off, page %d tokens, kernels %s: %s",
+                geometry.page_size,
+                provider,
+                self.why_off,
             )
             return
         capacity = geometry.capacity(

@@ -29,10 +29,42 @@ CONFIG_KEY = "vllm_b12x_ckv"
 """Entry of ``VllmConfig.additional_config`` that keeps start-up plans of on and off apart."""
 
 
-def refusals(vllm_config: Any, *, enabled: bool) -> list[str]:
+def obstacles(vllm_config: Any) -> list[tuple[str, str]]:
+    """What the gather does not run with: (what and why, what to do about it), in words.
+
+    vllm_config: the engine's configuration.
+    """
+    parallel = vllm_config.parallel_config
+    found = []
+    if parallel.use_ubatching:
+        found.append(
+            (
+                "overlapping micro-batches, whose collectives would interleave",
+                "drop --enable-dbo and --ubatch-size",
+            )
+        )
+    if parallel.prefill_context_parallel_size > 1:
+        found.append(
+            (
+                f"prefill context parallelism of {parallel.prefill_context_parallel_size}, which "
+                "splits the queries as well",
+                "set --prefill-context-parallel-size 1",
+            )
+        )
+    if vllm_config.kv_transfer_config is not None:
+        found.append(
+            (
+                "a KV connector, whose layer-wise loads it would not wait for",
+                "drop --kv-transfer-config",
+            )
+        )
+    return found
+
+
+def refusals(vllm_config: Any, mode: bool | str) -> list[str]:
     """Reasons, one sentence each, why this configuration cannot run on B12X_MLA_SPARSE.
 
-    vllm_config: the engine's configuration. enabled: the gather is on.
+    vllm_config: the engine's configuration. mode: the value of ``VLLM_B12X_MLA_CKV_GATHER``.
     """
     parallel = vllm_config.parallel_config
     pool_size = int(getattr(vllm_config.model_config.hf_text_config, "index_kpool", 1))
@@ -44,26 +76,28 @@ def refusals(vllm_config: Any, *, enabled: bool) -> list[str]:
             f"tokens over ranks; set it to {-(-interleave // pool_size) * pool_size} or another "
             f"multiple of {pool_size}"
         )
-    if not enabled:
-        return reasons
-    remedy = "or unset VLLM_B12X_MLA_CKV_GATHER"
-    if parallel.use_ubatching:
-        reasons.append(
-            "full-CKV gather does not run with overlapping micro-batches, whose collectives would "
-            f"interleave; drop --enable-dbo and --ubatch-size, {remedy}"
-        )
-    if parallel.prefill_context_parallel_size > 1:
-        reasons.append(
-            "full-CKV gather does not run with prefill context parallelism of "
-            f"{parallel.prefill_context_parallel_size}, which splits the queries as well; set "
-            f"--prefill-context-parallel-size 1, {remedy}"
-        )
-    if vllm_config.kv_transfer_config is not None:
-        reasons.append(
-            "full-CKV gather does not run with a KV connector, whose layer-wise loads it would "
-            f"not wait for; drop --kv-transfer-config, {remedy}"
-        )
+    if mode is True:
+        reasons += [
+            f"full-CKV gather does not run with {what}; {remedy}, or set "
+            "VLLM_B12X_MLA_CKV_GATHER to auto or 0"
+            for what, remedy in obstacles(vllm_config)
+        ]
     return reasons
+
+
+def why_off(vllm_config: Any, mode: bool | str) -> str | None:
+    """Why no batch of this configuration gathers; None if batches may. Both as of :func:`refusals`.
+
+    With ``auto`` the gather is off where it cannot run, instead of refusing to start.
+    """
+    if not mode:
+        return "VLLM_B12X_MLA_CKV_GATHER is 0 or unset"
+    if vllm_config.parallel_config.decode_context_parallel_size == 1:
+        return "without decode context parallelism every rank has all records"
+    if mode == "auto":
+        for what, remedy in obstacles(vllm_config):
+            return f"VLLM_B12X_MLA_CKV_GATHER is auto and there is {what}; to gather, {remedy}"
+    return None
 
 
 def separate_startup_plans(vllm_config: Any, facts: dict[str, Any]) -> None:
