@@ -1203,58 +1203,55 @@ def _combine_kernel(partial, partial_lse, out, lse, splits, heads: tl.constexpr)
 # The provider
 
 
-def _check(ok: bool, message: str) -> None:
-    if not ok:
-        raise ValueError(message)
-
-
 def _stride16(tensor: torch.Tensor, what: str) -> int:
     """Stride of the first dimension in units of 16 bytes, the width of one access."""
     stride = tensor.stride(0) * tensor.element_size()
-    _check(
-        stride % _ALIGNMENT == 0 and tensor.data_ptr() % _ALIGNMENT == 0,
-        f"{what} starts at {tensor.data_ptr():#x} with a stride of {stride} bytes, need multiples "
-        f"of {_ALIGNMENT}",
-    )
+    if not (stride % _ALIGNMENT == 0 and tensor.data_ptr() % _ALIGNMENT == 0):
+        raise ValueError(
+            f"{what} starts at {tensor.data_ptr():#x} with a stride of {stride} bytes, need "
+            f"multiples of {_ALIGNMENT}"
+        )
     return stride // _ALIGNMENT
 
 
 def _check_cache(cache: torch.Tensor, widths: Sequence[int] = (FP8_RECORD_BYTES,)) -> None:
-    _check(
-        cache.dim() == 3 and cache.dtype == torch.uint8 and cache.shape[2] in widths,
-        f"the cache is {tuple(cache.shape)} of {cache.dtype}, need "
-        f"[pages, page_size, {' or '.join(map(str, widths))}] of uint8",
-    )
-    _check(
-        cache.stride()[1:] == (cache.shape[2], 1),
-        f"the cache's strides inside a page are {cache.stride()[1:]} bytes, need "
-        f"({cache.shape[2]}, 1)",
-    )
+    if not (cache.dim() == 3 and cache.dtype == torch.uint8 and cache.shape[2] in widths):
+        raise ValueError(
+            f"the cache is {tuple(cache.shape)} of {cache.dtype}, need "
+            f"[pages, page_size, {' or '.join(map(str, widths))}] of uint8"
+        )
+    if cache.stride()[1:] != (cache.shape[2], 1):
+        raise ValueError(
+            f"the cache's strides inside a page are {cache.stride()[1:]} bytes, need "
+            f"({cache.shape[2]}, 1)"
+        )
 
 
 def _check_index_pages(pages: torch.Tensor) -> None:
     width = pages.shape[1:].numel()
-    _check(
-        pages.dtype == torch.uint8 and width == INDEX_PAGE_BYTES,
-        f"an index page is {width} elements of {pages.dtype}, need {INDEX_PAGE_BYTES} bytes",
-    )
+    if not (pages.dtype == torch.uint8 and width == INDEX_PAGE_BYTES):
+        raise ValueError(
+            f"an index page is {width} elements of {pages.dtype}, need {INDEX_PAGE_BYTES} bytes"
+        )
     expected = (INDEX_RECORD_BYTES, 1) if pages.dim() == 3 else (1,)
-    _check(
-        pages.stride()[1:] == expected,
-        f"index page strides inside a page are {pages.stride()[1:]}, need {expected}",
-    )
+    if pages.stride()[1:] != expected:
+        raise ValueError(
+            f"index page strides inside a page are {pages.stride()[1:]}, need {expected}"
+        )
 
 
 def _check_span(out: torch.Tensor, width: int) -> None:
-    _check(
+    if not (
         out.dim() == 2
         and out.dtype == torch.uint8
         and out.shape[1] == width
         and out.is_contiguous()
-        and out.data_ptr() % 4 == 0,
-        f"the packed buffer is {tuple(out.shape)} of {out.dtype} with strides {out.stride()}, need "
-        f"contiguous [rows, {width}] of uint8, aligned to 4 bytes",
-    )
+        and out.data_ptr() % 4 == 0
+    ):
+        raise ValueError(
+            f"the packed buffer is {tuple(out.shape)} of {out.dtype} with strides {out.stride()}, "
+            f"need contiguous [rows, {width}] of uint8, aligned to 4 bytes"
+        )
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
@@ -1269,10 +1266,8 @@ def _row_block(width: int) -> int:
 
 def _check_inner(**tensors: torch.Tensor) -> None:
     for name, tensor in tensors.items():
-        _check(
-            tensor.stride(-1) == 1,
-            f"{name} has strides {tensor.stride()}, need an inner stride of 1",
-        )
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}, need an inner stride of 1")
 
 
 @cache
@@ -1373,10 +1368,8 @@ class TritonKernels:
     def write_records(self, latents, cache, slot_mapping) -> None:
         """See :meth:`SparseMLAKernels.write_records`."""
         _check_cache(cache)
-        _check(
-            latents.dim() == 2 and latents.shape[1] == LATENT_DIM,
-            f"latents must be [tokens, {LATENT_DIM}], got {tuple(latents.shape)}",
-        )
+        if not (latents.dim() == 2 and latents.shape[1] == LATENT_DIM):
+            raise ValueError(f"latents must be [tokens, {LATENT_DIM}], got {tuple(latents.shape)}")
         _check_inner(latents=latents, slot_mapping=slot_mapping)
         if slot_mapping.shape[0]:
             _write_records_kernel[(slot_mapping.shape[0],)](
@@ -1449,10 +1442,10 @@ class TritonKernels:
         """
         _check_index_pages(index_cache)
         _check_inner(k=k, gate=gate)
-        _check(
-            ape.is_contiguous() and ape.dtype == torch.float32,
-            f"ape is {ape.dtype} with strides {ape.stride()}, need contiguous fp32",
-        )
+        if not (ape.is_contiguous() and ape.dtype == torch.float32):
+            raise ValueError(
+                f"ape is {ape.dtype} with strides {ape.stride()}, need contiguous fp32"
+            )
         tokens, requests = k.shape[0], query_start_loc.shape[0] - 1
         if not tokens:
             return
@@ -1504,7 +1497,8 @@ class TritonKernels:
         """See :meth:`SparseMLAKernels.unpack_pools`."""
         _check_span(gathered, INDEX_RECORD_BYTES)
         _check_index_pages(out)
-        _check(out.is_contiguous(), f"out has strides {out.stride()}, need contiguous pages")
+        if not out.is_contiguous():
+            raise ValueError(f"out has strides {out.stride()}, need contiguous pages")
         _stride16(out, "out")
         world, requests = starts.shape[0], pool_lens.shape[0]
         if not out.shape[0] or not requests:
@@ -1532,15 +1526,15 @@ class TritonKernels:
         the chunks smaller.
         """
         _check_index_pages(index_pages)
-        _check(
-            q_fp8.dim() == 3 and q_fp8.shape[2] == INDEX_DIM and q_fp8.stride()[1:] == (128, 1),
-            f"q_fp8 is {tuple(q_fp8.shape)} with strides {q_fp8.stride()}, need [rows, heads, "
-            f"{INDEX_DIM}] with contiguous rows",
-        )
-        _check(
-            0 < topk <= _TOPK_BLOCKS[-1] // 2,
-            f"topk is {topk}, need 1 to {_TOPK_BLOCKS[-1] // 2}",
-        )
+        if not (
+            q_fp8.dim() == 3 and q_fp8.shape[2] == INDEX_DIM and q_fp8.stride()[1:] == (128, 1)
+        ):
+            raise ValueError(
+                f"q_fp8 is {tuple(q_fp8.shape)} with strides {q_fp8.stride()}, need [rows, heads, "
+                f"{INDEX_DIM}] with contiguous rows"
+            )
+        if not (0 < topk <= _TOPK_BLOCKS[-1] // 2):
+            raise ValueError(f"topk is {topk}, need 1 to {_TOPK_BLOCKS[-1] // 2}")
         _check_inner(weights=weights, page_table=page_table, req_id=req_id, counts=pool_counts)
         rows = q_fp8.shape[0]
         device = q_fp8.device
@@ -1577,11 +1571,11 @@ class TritonKernels:
             score = self._triton_scorer(
                 q_fp8, weights, index_pages, page_table, req_id, pool_counts, limit, decoding
             )
-        _check(
-            chunk > 0,
-            f"a table of {page_table.shape[1]} pages needs {limit * 4} bytes of scores a row, "
-            f"{_LOGITS_BYTES} are reserved",
-        )
+        if chunk <= 0:
+            raise ValueError(
+                f"a table of {page_table.shape[1]} pages needs {limit * 4} bytes of scores a row, "
+                f"{_LOGITS_BYTES} are reserved"
+            )
         for row0 in range(0, rows, chunk):
             count = min(chunk, rows - row0)
             logits = score(row0, count)
@@ -1744,11 +1738,11 @@ class TritonKernels:
 
     def merge_pool_candidates(self, scores, global_ids, topk):
         """See :meth:`SparseMLAKernels.merge_pool_candidates`."""
-        _check(
-            scores.shape == global_ids.shape and scores.shape[1] <= 4 * _TOPK_BLOCKS[-1],
-            f"scores are {tuple(scores.shape)} and ids {tuple(global_ids.shape)}, need one shape "
-            f"of at most {4 * _TOPK_BLOCKS[-1]} columns",
-        )
+        if not (scores.shape == global_ids.shape and scores.shape[1] <= 4 * _TOPK_BLOCKS[-1]):
+            raise ValueError(
+                f"scores are {tuple(scores.shape)} and ids {tuple(global_ids.shape)}, need one "
+                f"shape of at most {4 * _TOPK_BLOCKS[-1]} columns"
+            )
         _check_inner(scores=scores, global_ids=global_ids)
         rows, columns = scores.shape
         device = scores.device
@@ -1793,10 +1787,10 @@ class TritonKernels:
         """See :meth:`SparseMLAKernels.expand_pools`."""
         rows, topk = pool_ids.shape
         needed = topk * pool_size + pool_size - 1
-        _check(
-            width >= needed,
-            f"width {width} cannot hold {topk} pools of {pool_size} and a tail: need {needed}",
-        )
+        if width < needed:
+            raise ValueError(
+                f"width {width} cannot hold {topk} pools of {pool_size} and a tail: need {needed}"
+            )
         _check_inner(pool_ids=pool_ids, positions=positions)
         out = torch.empty((rows, width), dtype=torch.int32, device=pool_ids.device)
         if rows:
@@ -1828,17 +1822,15 @@ class TritonKernels:
         counts=None,
     ) -> torch.Tensor:
         """See :meth:`SparseMLAKernels.remap`."""
-        _check(
-            starts.shape[0] == dcp_world_size,
-            f"starts has {starts.shape[0]} ranks, dcp_world_size={dcp_world_size}",
-        )
+        if starts.shape[0] != dcp_world_size:
+            raise ValueError(f"starts has {starts.shape[0]} ranks, dcp_world_size={dcp_world_size}")
         _check_inner(token_ids=token_ids, req_id=req_id)
         if out is None:
             out = torch.empty(token_ids.shape, dtype=torch.int32, device=token_ids.device)
-        _check(
-            out.shape == token_ids.shape and out.dtype == torch.int32 and out.stride(-1) == 1,
-            f"out is {tuple(out.shape)} of {out.dtype}, need {tuple(token_ids.shape)} of int32",
-        )
+        if not (out.shape == token_ids.shape and out.dtype == torch.int32 and out.stride(-1) == 1):
+            raise ValueError(
+                f"out is {tuple(out.shape)} of {out.dtype}, need {tuple(token_ids.shape)} of int32"
+            )
         rows, width = token_ids.shape
         if rows and not starts.shape[1]:
             out.fill_(-1)
@@ -1902,18 +1894,20 @@ class TritonKernels:
 
     def attend(self, q, records, row_ids, counts, scale, scratch=None):
         """See :meth:`SparseMLAKernels.attend`."""
-        _check(
+        if not (
             records.dim() == 2
             and records.dtype == torch.uint8
             and records.shape[1] == FP8_RECORD_BYTES
-            and records.stride(1) == 1,
-            f"records are {tuple(records.shape)} of {records.dtype} with strides "
-            f"{records.stride()}, need [rows, {FP8_RECORD_BYTES}] of uint8 with inner stride 1",
-        )
-        _check(
-            q.dim() == 3 and q.dtype == torch.bfloat16 and q.shape[2] == LATENT_DIM,
-            f"q is {tuple(q.shape)} of {q.dtype}, need [rows, heads, {LATENT_DIM}] of bfloat16",
-        )
+            and records.stride(1) == 1
+        ):
+            raise ValueError(
+                f"records are {tuple(records.shape)} of {records.dtype} with strides "
+                f"{records.stride()}, need [rows, {FP8_RECORD_BYTES}] of uint8 with inner stride 1"
+            )
+        if not (q.dim() == 3 and q.dtype == torch.bfloat16 and q.shape[2] == LATENT_DIM):
+            raise ValueError(
+                f"q is {tuple(q.shape)} of {q.dtype}, need [rows, heads, {LATENT_DIM}] of bfloat16"
+            )
         _check_inner(q=q, row_ids=row_ids, counts=counts)
         rows, heads = q.shape[:2]
         out = torch.empty((rows, heads, LATENT_DIM), dtype=q.dtype, device=q.device)
@@ -2065,11 +2059,11 @@ class TritonKernels:
 
         One program serves every page size and scale.
         """
-        _check(
-            not head_counts or record_bytes == FP8_RECORD_BYTES,
-            f"attention on this GPU reads records of {FP8_RECORD_BYTES} bytes, not of "
-            f"{record_bytes}; start with --kv-cache-dtype fp8_ds_mla",
-        )
+        if not head_counts or record_bytes != FP8_RECORD_BYTES:
+            raise ValueError(
+                f"attention on this GPU reads records of {FP8_RECORD_BYTES} bytes, not of "
+                f"{record_bytes}; start with --kv-cache-dtype fp8_ds_mla"
+            )
         world, pool_interleave = dcp_world_size, max(1, interleave // pool_size)
 
         def ints(*shape: int, fill: int = 0, dtype: torch.dtype = torch.int32) -> torch.Tensor:
