@@ -32,6 +32,8 @@ def test_a_kernel_counts_for_the_innermost_mark_of_its_launch():
         *kernel("flash_fwd<1>", 5, launch=40, begin=230, duration=13),
         *kernel("Memcpy DtoD", 6, launch=50, begin=243, duration=2, category="gpu_memcpy"),
         *kernel("ncclDevKernel_AllReduce_Sum", 7, launch=90, begin=245, duration=17),
+        {"cat": "cuda_runtime", "name": "cudaStreamSynchronize", "ts": 95, "args": {}},
+        {"cat": "cuda_runtime", "name": "cudaStreamSynchronize", "ts": 120, "args": {}},
         *kernel("of another layer", 8, launch=150, begin=270, duration=19),
     ]
     result = split(trace)
@@ -46,6 +48,7 @@ def test_a_kernel_counts_for_the_innermost_mark_of_its_launch():
         "idle": 4,
     }
     assert result["total"] == 62
+    assert (result["host"], result["launches"], result["waits"]) == (100, 7, 1)
     assert result["elsewhere"] == {"kernels": 19, "idle": 8}
     assert list(result["kernels"]) == [
         "ncclDevKernel_AllReduce_Sum",

@@ -94,6 +94,8 @@ def split(events: list[dict[str, Any]]) -> dict[str, Any]:
 
     Returns:
         ``runs``: marked layer runs. ``microseconds``: kind -> mean per run. ``total``: their sum.
+        ``host``: microseconds that the host spent on a run, under the profiler. ``launches``:
+        kernels and copies of a run. ``waits``: calls of a run in which the host awaits the GPU.
         ``elsewhere``: microseconds per run outside the layers: "kernels" and "idle". ``kernels``:
         the layers' longest twelve, name -> microseconds per run.
 
@@ -102,12 +104,15 @@ def split(events: list[dict[str, Any]]) -> dict[str, Any]:
     """
     marks: dict[str, list[tuple[float, float]]] = {"selection": [], "attention": [], "rest": []}
     launched: dict[int, float] = {}
+    waited: list[float] = []
     for event in events:
         category, name = event.get("cat"), event.get("name", "")
         if category == "user_annotation" and name.removeprefix(_MARK) in marks:
             marks[name.removeprefix(_MARK)].append((event["ts"], event["ts"] + event["dur"]))
         elif category in ("cuda_runtime", "cuda_driver"):
             launched[event["args"].get("correlation", -1)] = event["ts"]
+            if "Synchronize" in name:
+                waited.append(event["ts"])
     for spans in marks.values():
         spans.sort()
 
@@ -123,7 +128,7 @@ def split(events: list[dict[str, Any]]) -> dict[str, Any]:
     times: Counter[str] = Counter()
     elsewhere: Counter[str] = Counter()
     names: Counter[str] = Counter()
-    runs: set[int] = set()
+    runs: Counter[int] = Counter()
     busy_until, last_run = kernels[0]["ts"] if kernels else 0.0, -1
     for event in kernels:
         begin, end, name = event["ts"], event["ts"] + event["dur"], event["name"]
@@ -137,7 +142,7 @@ def split(events: list[dict[str, Any]]) -> dict[str, Any]:
             kind = next((kind for kind, text in _BY_NAME.items() if re.search(text, name)), None)
             times[kind or next(kind for kind in marks if inside(kind, launch) >= 0)] += own
             names[re.sub(r"^void |[<(].*", "", name)[-60:]] += own
-            runs.add(run)
+            runs[run] += 1
         (times if run >= 0 and run == last_run else elsewhere)["idle"] += max(
             0.0, begin - busy_until
         )
@@ -155,6 +160,9 @@ def split(events: list[dict[str, Any]]) -> dict[str, Any]:
         "runs": len(runs),
         "microseconds": {kind: per_run(times[kind]) for kind in KINDS},
         "total": per_run(sum(times.values())),
+        "host": per_run(sum(marks["rest"][run][1] - marks["rest"][run][0] for run in runs)),
+        "launches": per_run(sum(runs.values())),
+        "waits": per_run(sum(inside("rest", moment) in runs for moment in waited)),
         "elsewhere": {kind: per_run(value) for kind, value in elsewhere.items()},
         "kernels": {name: per_run(value) for name, value in names.most_common(12)},
     }
