@@ -55,8 +55,8 @@ class Scale:
     wave: int
 
 
-CPU = Scale(1024, 96, 4, 24, PAGE_TOKENS + 8, 400, 130, 40, 6, 10)
-GPU = Scale(8192, 2048, 16, 160, 4 * PAGE_TOKENS + 8, 6000, 2000, 300, 24, 50)
+CPU = Scale(1024, 96, 4, 13, PAGE_TOKENS + 8, 400, 130, 40, 6, 10)
+GPU = Scale(8192, 2048, 16, 48, 4 * PAGE_TOKENS + 8, 6000, 2000, 300, 24, 50)
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def make_waves(
             then = "sleep"
         elif number % 5 == 2:
             then = "reset"
-        waves.append(Wave(arrivals, rng.randrange(2, 12) if number % 4 == 1 else None, then))
+        waves.append(Wave(arrivals, rng.randrange(2, 12) if number % 3 == 1 else None, then))
     return waves
 
 
@@ -236,6 +236,8 @@ def engine_arguments(
         "max_num_batched_tokens": scale.budget,
         "enable_prefix_caching": True,
         "scheduling_policy": "priority",
+        # Admit prompts that do not fit as a whole: somebody will be preempted.
+        "scheduler_reserve_full_isl": False,
         # With it, when a batch is scheduled depends on when the one before has ended.
         "async_scheduling": False,
         "tensor_parallel_size": tp,
