@@ -21,7 +21,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +58,8 @@ class Row:
     dcp_bytes: int
 
 
-def make_job(
-    model: Path, mode: str, arguments: argparse.Namespace, lengths: list[int], vocabulary: int
-) -> EngineJob:
-    """The engine of ``mode``."""
+def make_job(model: Path, mode: str, arguments: argparse.Namespace, longest: int) -> EngineJob:
+    """The engine of ``mode`` for requests of up to ``longest`` tokens; no prompts yet."""
     ours = mode.startswith("ours")
     engine: dict[str, Any] = {
         "model": str(model),
@@ -70,7 +68,7 @@ def make_job(
         "enforce_eager": arguments.eager,
         "kv_cache_dtype": "fp8_ds_mla",
         "attention_backend": "B12X_MLA_SPARSE" if ours else "FLASHMLA_SPARSE",
-        "max_model_len": max(lengths) + 256,
+        "max_model_len": longest,
         "max_num_batched_tokens": arguments.chunk,
         "max_num_seqs": arguments.max_num_seqs,
         "enable_prefix_caching": False,
@@ -83,25 +81,21 @@ def make_job(
         engine["cp_kv_cache_interleave_size"] = arguments.interleave
     engine |= json.loads(arguments.engine)
     environment = {"VLLM_B12X_MLA_CKV_GATHER": "1" if mode == "ours_ckv" else "0"}
-    groups = [
+    return EngineJob(f"{model.name} {mode}", engine, environment, [], max_tokens=1)
+
+
+def make_groups(
+    lengths: list[int], samples: int, concurrent: int, vocabulary: int
+) -> list[list[list[int]]]:
+    """``1 + samples`` groups of ``concurrent`` prompts for every length."""
+    return [
         [
             make_prompt(length, vocabulary, random.Random(f"{length} {sample} {number}"))
-            for number in range(arguments.concurrent)
+            for number in range(concurrent)
         ]
         for length in lengths
-        for sample in range(1 + arguments.samples)
+        for sample in range(1 + samples)
     ]
-    if arguments.layer_times:
-        length = int(arguments.layer_times[0])
-        groups.append([make_prompt(length, vocabulary, random.Random("layer times"))])
-    return EngineJob(
-        f"{model.name} {mode}",
-        engine,
-        environment,
-        groups,
-        max_tokens=1,
-        profile_last=bool(arguments.layer_times),
-    )
 
 
 def rows_of(
@@ -188,7 +182,17 @@ def main() -> int:
         if "layer_types" in config:
             layers = sum(kind != "linear_attention" for kind in config["layer_types"])
         for mode in arguments.modes:
-            job = make_job(model, mode, arguments, lengths, config["vocab_size"])
+            groups = make_groups(
+                lengths, arguments.samples, arguments.concurrent, config["vocab_size"]
+            )
+            if arguments.layer_times:
+                length = int(arguments.layer_times[0])
+                groups += make_groups([length], 0, 1, config["vocab_size"])
+            job = replace(
+                make_job(model, mode, arguments, max(lengths) + 256),
+                groups=groups,
+                profile_last=bool(arguments.layer_times),
+            )
             result = EngineResult()
             try:
                 for event in run_engine(

@@ -140,7 +140,8 @@ def run_program(
 ) -> Iterator[dict[str, Any]]:
     """Run ``module``, a program that calls :func:`start_engine`, and yield its events.
 
-    name: for errors. payload: the job; ``payload["arguments"]`` are those of ``vllm.LLM``.
+    module: the name of a module, or the path of a script. name: for errors.
+    payload: the job; ``payload["arguments"]`` are those of ``vllm.LLM``.
     environment: variables set for the process, beside :func:`base_environment`.
 
     Raises:
@@ -148,10 +149,11 @@ def run_program(
     """
     ranks = int(payload["arguments"].get("tensor_parallel_size", 1))
     env = base_environment(ranks, use_gpu=use_gpu) | environment
+    program = [module] if module.endswith(".py") else ["-m", module]
     read_end, write_end = os.pipe()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, str(write_end)],
+            [sys.executable, *program, str(write_end)],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,

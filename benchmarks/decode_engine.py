@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode of the real engine with many running requests: stock vLLM and ours, in one run.
+
+    python benchmarks/decode_engine.py --requests 128 --context 32768 --out decode.json
+
+Every request has a prompt of its own. When the last one has its first token, all of them decode;
+the steps from there on are timed one by one. Full-CKV prefill is on in ``ours_ckv``: its decode is
+the ordinary path, which this shows to be no slower than stock's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from prefill_engine import MODELS, MODES, make_job
+
+from vllm.entrypoints.ckv.bench import make_prompt
+from vllm.entrypoints.ckv.engine import run_program, start_engine
+
+WARM_UP_STEPS = 8
+"""Steps with all requests decoding before the first timed one."""
+
+
+def serve() -> None:
+    """The engine's side: bring all requests to decode, then time the steps."""
+    job, llm, emit = start_engine()
+    from vllm.inputs import TokensPrompt
+
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    rng = random.Random(job["context"])
+    sampling = SamplingParams(
+        temperature=0, max_tokens=job["answer"], ignore_eos=True, detokenize=False
+    )
+    for number in range(job["requests"]):
+        prompt = TokensPrompt(prompt_token_ids=make_prompt(job["context"], job["vocabulary"], rng))
+        engine.add_request(str(number), prompt, sampling)
+    began = time.perf_counter()
+    waiting = {str(number) for number in range(job["requests"])}
+    while waiting:
+        waiting -= {output.request_id for output in engine.step() if output.outputs[0].token_ids}
+    prefill = time.perf_counter() - began
+    seconds = []
+    for _ in range(WARM_UP_STEPS + job["samples"]):
+        began = time.perf_counter()
+        outputs = engine.step()
+        seconds.append(time.perf_counter() - began)
+        assert len(outputs) == job["requests"], "a request ended before the last step"
+    emit(event="decode", prefill_seconds=prefill, step_seconds=seconds[WARM_UP_STEPS:])
+
+
+def main() -> int:
+    """Run the benchmark; the exit status is 1 if an engine of ours failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=["slice_h32"])
+    parser.add_argument("--modes", nargs="+", default=["stock_dcp", "ours_ckv"], choices=MODES)
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--dcp", type=int, default=2)
+    parser.add_argument("--interleave", type=int, default=4)
+    parser.add_argument("--requests", type=int, default=128)
+    parser.add_argument("--context", type=int, default=32768, help="prompt tokens of a request")
+    parser.add_argument("--chunk", type=int, default=16384, help="max_num_batched_tokens")
+    parser.add_argument("--samples", type=int, default=64, help="timed steps")
+    parser.add_argument("--eager", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--engine", default="{}", help="JSON: further arguments of vllm.LLM")
+    parser.add_argument("--cpu", action="store_true", help="the reference platform")
+    parser.add_argument("--out", type=Path, help="write the rows here as JSON, after every engine")
+    parser.add_argument("--logs", type=Path, help="keep the engines' logs here")
+    arguments = parser.parse_args()
+    arguments.max_num_seqs = arguments.requests
+    logs = arguments.logs or Path(tempfile.mkdtemp(prefix="decode-engine-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    # Early requests decode while the others' prompts are computed.
+    chunks = -(-arguments.context * arguments.requests // arguments.chunk)
+    answer = 2 * chunks + arguments.requests + WARM_UP_STEPS + arguments.samples + 1
+    rows: list[dict[str, Any]] = []
+    failed = False
+    for name in arguments.models:
+        model = Path(name) if Path(name).is_dir() else MODELS / name
+        vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+        for mode in arguments.modes:
+            job = make_job(model, mode, arguments, arguments.context + answer)
+            payload = {
+                "arguments": job.arguments | {"async_scheduling": False},
+                "requests": arguments.requests,
+                "context": arguments.context,
+                "answer": answer,
+                "samples": arguments.samples,
+                "vocabulary": vocabulary,
+            }
+            log = logs / f"{model.name}-{mode}.log"
+            use_gpu = not arguments.cpu
+            try:
+                events = run_program(
+                    __file__, job.name, payload, job.environment, log, use_gpu=use_gpu
+                )
+                result = next(event for event in list(events) if event["event"] == "decode")
+            except RuntimeError as error:
+                print(f"{job.name}: {str(error).splitlines()[0]}; see {logs}", file=sys.stderr)
+                failed |= mode.startswith("ours")
+                continue
+            steps = result["step_seconds"]
+            median = statistics.median(steps)
+            rows.append(
+                {
+                    "model": model.name,
+                    "tp": arguments.tp,
+                    "dcp": job.arguments.get("decode_context_parallel_size", 1),
+                    "mode": mode,
+                    "eager": arguments.eager,
+                    "requests": arguments.requests,
+                    "context": arguments.context,
+                    "samples": len(steps),
+                    "step_ms": round(median * 1e3, 3),
+                    "best_step_ms": round(min(steps) * 1e3, 3),
+                    "tok_s": round(arguments.requests / median, 1),
+                    "prefill_seconds": round(result["prefill_seconds"], 1),
+                }
+            )
+            row = rows[-1]
+            print(
+                f"{job.name}: {row['requests']} requests of {row['context']:,} tokens: "
+                f"{row['step_ms']:.2f} ms a step (best {row['best_step_ms']:.2f}), "
+                f"{row['tok_s']:,.0f} tok/s",
+                flush=True,
+            )
+            if arguments.out:
+                arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2 and sys.argv[1].isdigit():
+        serve()
+    else:
+        raise SystemExit(main())
