@@ -24,7 +24,8 @@ from typing import Any
 
 from vllm.entrypoints.ckv import traffic
 from vllm.entrypoints.ckv.model import write_model
-from vllm.entrypoints.ckv.verify import has_hyper_connections, versions
+from vllm.entrypoints.ckv.output import versions
+from vllm.entrypoints.ckv.verify import has_hyper_connections
 
 
 def prepare_model(arguments: argparse.Namespace, folder: Path) -> tuple[Path, int]:

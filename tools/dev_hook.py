@@ -3,7 +3,7 @@
 
 ``pip install -e`` cannot do this: a package is found in one place only, and ``vllm`` is found in
 site-packages. This writes a small import hook into the running interpreter's site-packages; it
-answers only for modules this checkout has, or the checkout that VLLM_CKV_DEV_ROOT names. Remove
+answers only for modules this checkout has, or the checkout that CKV_DEV_ROOT names. Remove
 ``_ckv_dev.pth`` there to undo it.
 """
 
@@ -15,7 +15,7 @@ import os
 import sys
 from importlib.util import spec_from_file_location
 
-ROOT = os.environ.get("VLLM_CKV_DEV_ROOT", {root!r})
+ROOT = os.environ.get("CKV_DEV_ROOT", {root!r})
 
 
 class CheckoutFinder:

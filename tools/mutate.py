@@ -233,7 +233,7 @@ def main() -> int:
             )
             environment = {
                 **os.environ,
-                "VLLM_CKV_DEV_ROOT": folder,
+                "CKV_DEV_ROOT": folder,
                 "VLLM_B12X_MLA_CKV_GATHER": "1",
                 "CKV_COLLECTIVE_CASES": "60",
                 "OMP_NUM_THREADS": "1",

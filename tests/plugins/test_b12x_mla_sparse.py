@@ -16,7 +16,7 @@ import pytest
 import vllm.plugins.b12x_mla_sparse as plugin
 
 ROOT = Path(__file__).parents[2]
-GATHER, MIN, MAX, DEBUG = (flag.name for flag in plugin.FLAGS)
+GATHER, MIN, MAX, DEBUG, REFERENCE = (flag.name for flag in plugin.FLAGS)
 
 
 def run(code: str, **env: str) -> subprocess.CompletedProcess:
@@ -130,7 +130,8 @@ def test_copying_keeps_the_member():
     ("name", "text"),
     [(GATHER, text) for text in ("", "2", "true", "on", " 1", "01", "-1", "AUTO", "auto ")]
     + [(MIN, text) for text in ("", "-1", "1.5", "16k", "1_000", " 16", "524289", "٣", "9" * 30)]
-    + [(MAX, text) for text in ("", "0", "-1", "none", "0x10", "524289", "1e5")],
+    + [(MAX, text) for text in ("", "0", "-1", "none", "0x10", "524289", "1e5")]
+    + [(REFERENCE, "yes")],
 )
 def test_malformed_flag_is_refused_naming_all_three(monkeypatch, name, text):
     monkeypatch.setenv(name, text)
@@ -164,6 +165,27 @@ def test_accepted_flag_reads_through_vllm_envs(monkeypatch, name, text, value):
     plugin.register()
     assert getattr(envs, name) == value
     assert type(getattr(envs, name)) is type(value)
+
+
+def test_vllm_knows_every_variable_of_ours():
+    """vLLM warns about variables that it does not know, or refuses them if it is told to."""
+    from vllm.platforms.ckv_reference import environment
+
+    result = run(
+        "from vllm.plugins import load_general_plugins\n"
+        "load_general_plugins()\n"
+        "from vllm.platforms import current_platform\n"
+        "current_platform.validate_environ(hard_fail=True)\n",
+        **(environment() | {flag.name: "1" for flag in plugin.FLAGS if flag.name != MIN}),
+        **{MIN: "0"},
+    )
+    assert result.returncode == 0, result.stderr
+    named = set()
+    for folder in ("vllm", "tools", "examples", "docs"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".sh", ".service", ".md"):
+                named |= set(re.findall(r"VLLM_(?:B12X|CKV)_\w*[A-Z]\b", path.read_text()))
+    assert named - {flag.name for flag in plugin.FLAGS} == set()
 
 
 def test_limits_that_exclude_every_batch_are_refused(monkeypatch):

@@ -125,6 +125,13 @@ FLAGS: tuple[Flag, ...] = (
         "Check every page, slot and row, poison buffers and compare decisions over the ranks; "
         "waits for the device in every layer.",
     ),
+    Flag(
+        "VLLM_CKV_REFERENCE",
+        "switch",
+        False,
+        "Run the engine on the CPU with torch kernels, to see results, not speed; "
+        "examples/serve_reference.sh sets what it needs beside.",
+    ),
 )
 
 _version_reported = False

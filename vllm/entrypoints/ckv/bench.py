@@ -28,8 +28,13 @@ from vllm.entrypoints.ckv.engine import (
     gpu_count,
     run_engine,
 )
-from vllm.entrypoints.ckv.output import UsageError, format_table, new_figure, save_figure
-from vllm.entrypoints.ckv.verify import versions
+from vllm.entrypoints.ckv.output import (
+    UsageError,
+    format_table,
+    new_figure,
+    save_figure,
+    versions,
+)
 
 EXAMPLES = """\
 examples:

@@ -16,26 +16,14 @@ import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = (
-    "vllm-b12x-ckv",
-    "vllm",
-    "torch",
-    "triton",
-    "transformers",
-    "b12x",
-    "nvidia-cutlass-dsl",
-    "flashinfer-python",
-    "nvidia-nccl-cu12",
-    "nvidia-nccl-cu13",
-)
+from vllm.entrypoints.ckv.output import versions
 
 ENVIRONMENT = (
     "VLLM_PLUGINS",
-    "VLLM_CKV_REFERENCE",
     "VLLM_NCCL_SO_PATH",
     "VLLM_USE_NCCL_SYMM_MEM",
     "VLLM_ENABLE_STARTUP_PLAN",
@@ -92,21 +80,6 @@ def scrub(text: str) -> str:
     text = re.sub(r"(?<![\w.:/])(?:~|/[\w.+@-]+)(?:/[\w.+@-]+)+/?", "(path)", text)
     host = platform.node()
     return re.sub(rf"\b{re.escape(host)}\b", "(host)", text) if len(host) > 3 else text
-
-
-def installed(names: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """Versions of the packages ``names`` that are installed, of Python and of the system."""
-    found = {
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {os.uname().machine}",
-    }
-    for name in names:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            if name in ("b12x", "triton", "vllm", "torch", "nvidia-cutlass-dsl"):
-                found[name] = "not installed"
-    return found
 
 
 def examine_registration(report: Report) -> None:
@@ -350,7 +323,7 @@ def examine(*, self_test: bool = True) -> Report:
 
     declare_torchvision_ops()
     report = Report()
-    report.sections["versions"] = installed()
+    report.sections["versions"] = versions()
     examine_registration(report)
     examine_flags(report)
     from vllm.platforms import current_platform

@@ -1,15 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands share in what they print: tables, sizes, figures."""
+"""What the commands share in what they print: versions, tables, sizes, figures."""
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 
 class UsageError(ValueError):
     """Input that cannot be used; the message says what to do. Commands end with status 2."""
+
+
+NEEDED = ("vllm-b12x-ckv", "vllm", "torch", "triton", "transformers", "b12x")
+"""Packages whose absence says something as well."""
+
+FURTHER = ("nvidia-cutlass-dsl", "flashinfer-python", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, the system and the packages that results depend on, by name."""
+    found = {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {os.uname().machine}",
+    }
+    for name in NEEDED + FURTHER:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            if name in NEEDED:
+                found[name] = "not installed"
+    return found
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:

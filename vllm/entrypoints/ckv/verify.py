@@ -11,15 +11,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.metadata import distribution
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from vllm.entrypoints.ckv import output
 from vllm.entrypoints.ckv.engine import (
@@ -125,8 +125,13 @@ def make_cases(text: bytes, dcp: int, index_topk: int = SMALL.index_topk) -> lis
     ]
 
 
-def make_jobs(model: Path, cases: Sequence[Case], dcp: int) -> list[EngineJob]:
-    """The three engines that run ``cases`` with ``dcp`` ranks each."""
+def make_jobs(
+    model: Path, cases: Sequence[Case], dcp: int, further: dict[str, Any] | None = None
+) -> list[EngineJob]:
+    """The three engines that run ``cases`` with ``dcp`` ranks each.
+
+    further: arguments of ``vllm.LLM`` for all of them, over the ones chosen here.
+    """
     groups: list[list[list[int]]] = [[] for _ in range(cases[-1].group + 1)]
     for case in cases:
         groups[case.group].append(case.prompt)
@@ -151,7 +156,7 @@ def make_jobs(model: Path, cases: Sequence[Case], dcp: int) -> list[EngineJob]:
         "cp_kv_cache_interleave_size": INTERLEAVE,
     }
     return [
-        EngineJob(name, common | extra, environment, groups, MAX_TOKENS)
+        EngineJob(name, common | extra | (further or {}), environment, groups, MAX_TOKENS)
         for name, extra, environment in (
             (NO_DCP, {}, {}),
             (ORDINARY, context_parallel, {}),
@@ -308,14 +313,13 @@ def choose_sizes(wanted: str, use_gpu: bool) -> Sizes:
     return FOR_B12X if type(get_kernels()).__name__ == "B12xKernels" else SMALL
 
 
-def versions() -> dict[str, str]:
-    """Versions of what took part."""
-    found = {"python": platform.python_version()}
-    for name in ("vllm-b12x-ckv", "vllm", "torch", "triton", "transformers", "b12x"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object, {{...}}")
     return found
 
 
@@ -339,6 +343,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("auto", *SIZES),
         default="auto",
         help="of the model: b12x has no kernels for the small one; auto: b12x on its GPUs",
+    )
+    parser.add_argument(
+        "--engine",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help="further arguments of vllm.LLM, such as '{\"enforce_eager\": false}' for CUDA graphs",
     )
     parser.add_argument(
         "--no-oracle", action="store_true", help="leave out the comparison with transformers"
@@ -382,7 +393,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     folder = Path(tempfile.mkdtemp(prefix="vllm-ckv-verify-"))
     try:
-        results, oracle = _run_all(folder, cases, dcp, sizes, use_gpu, ask_oracle)
+        results, oracle = _run_all(folder, cases, arguments, sizes, use_gpu, ask_oracle)
     except RuntimeError as error:
         print(f"vllm-ckv verify: {error}\nlogs are kept in {folder}")
         return 1
@@ -406,7 +417,7 @@ def run(arguments: argparse.Namespace) -> int:
             "device": "gpu" if use_gpu else "cpu",
             "kernels": kernels,
             "sizes": asdict(sizes),
-            "versions": versions(),
+            "versions": output.versions(),
         }
         arguments.json.write_text(json.dumps(document, indent=1) + "\n")
     if failures:
@@ -427,13 +438,18 @@ def _log_of(folder: Path, job: str) -> Path:
 
 
 def _run_all(
-    folder: Path, cases: Sequence[Case], dcp: int, sizes: Sizes, use_gpu: bool, ask_oracle: bool
+    folder: Path,
+    cases: Sequence[Case],
+    arguments: argparse.Namespace,
+    sizes: Sizes,
+    use_gpu: bool,
+    ask_oracle: bool,
 ) -> tuple[dict[str, EngineResult], list[list[OracleStep]] | None]:
     from tqdm import tqdm
 
     model = folder / "model"
     write_model(model, mhc=has_hyper_connections(use_gpu), sizes=sizes)
-    jobs = make_jobs(model, cases, dcp)
+    jobs = make_jobs(model, cases, arguments.dcp, arguments.engine)
     results: dict[str, EngineResult] = {}
     steps = len(jobs) * (1 + len(jobs[0].groups)) + (len(cases) if ask_oracle else 0)
     with tqdm(total=steps, bar_format="{desc:<28}{bar:30} {n}/{total} {elapsed}") as progress:
