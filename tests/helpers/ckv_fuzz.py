@@ -76,6 +76,7 @@ class Case:
     pad_rows: int
     pad_tokens: int
     requests: tuple[Request, ...]
+    record: str = "fp8_ds_mla"
 
     def text(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -130,12 +131,13 @@ def cases(draw) -> Case:
         pad_rows=pad_rows,
         pad_tokens=pad_tokens,
         requests=tuple(requests),
+        record=draw(st.sampled_from(["fp8_ds_mla", "nvfp4_ds_mla"])),
     )
 
 
 @cache
-def bank() -> Bank:
-    return Bank()
+def bank(record: str = "fp8_ds_mla") -> Bank:
+    return Bank(record=record)
 
 
 @contextmanager
@@ -157,6 +159,7 @@ class Player:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.seen: Counter[str] = Counter()
+        self.bank = bank(case.record)
         self.places: list[torch.Tensor] = []
         self.shared: list[int] = []
         for request in case.requests:
@@ -167,7 +170,7 @@ class Player:
                 donor = case.requests[request.shares].cached
                 shared = min(donor, request.cached) // block * block
                 own[:shared] = self.places[request.shares][:shared]
-            self.places.append(own % bank().size)
+            self.places.append(own % self.bank.size)
             self.shared.append(shared)
         self.done = [request.cached for request in case.requests]
 
@@ -189,6 +192,7 @@ class Player:
             min_tokens=case.min_tokens,
             max_num_seqs=len(case.requests),
             layers=case.layers,
+            record=case.record,
         )
 
     def play(self) -> Counter[str]:
@@ -248,7 +252,7 @@ class Player:
             prefilling=[True] * len(requests),
         )
         places = self._rows(requests, begins, ends)
-        inputs = [bank().inputs(places, layer, 0, 1) for layer in range(self.case.layers)]
+        inputs = [self.bank.inputs(places, layer, 0, 1) for layer in range(self.case.layers)]
         run_step(self.lockstep, self.ranks, step, inputs, write_only=True)
 
     def _step(self, number: int) -> None:
@@ -275,16 +279,18 @@ class Player:
         places = self._rows(active, before, ends)
         heads = case.world * case.heads
         inputs = [
-            bank().inputs(places, layer, case.pad_tokens, heads) for layer in range(case.layers)
+            self.bank.inputs(places, layer, case.pad_tokens, heads) for layer in range(case.layers)
         ]
         results = run_step(self.lockstep, self.ranks, step, inputs)
         paths = {result.gathered for layers in results for result in layers}
         assert len(paths) == 1, f"step {number}: some ranks gather and some do not"
-        self.seen["gathered" if paths.pop() else "ordinary"] += 1
+        path = "gathered" if paths.pop() else "ordinary"
+        self.seen[path] += 1
+        self.seen[f"{path}, {case.record}"] += 1
         for layer in range(case.layers):
             row = 0
             for r, begin, end in zip(active, before, ends, strict=True):
-                expected = bank().expected(
+                expected = self.bank.expected(
                     self.places[r][:end], begin, layer, case.pool_topk, heads
                 )
                 rows = slice(row, row + end - begin)

@@ -26,19 +26,36 @@ def e4m3_values() -> torch.Tensor:
     return torch.tensor(subnormal + normal[:-1], dtype=torch.float64)
 
 
-def stored_latents(latents: torch.Tensor) -> torch.Tensor:
-    """[T, 512] bf16 -> float64 as an FP8 record holds them."""
-    groups = latents.float().view(-1, 4, 128)
-    scale = groups.abs().amax(2, keepdim=True) / 448
-    scale = torch.where(scale > 0, scale, 1.0)
-    table = e4m3_values()
+E2M1_VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+"""All non-negative e2m1 numbers, ascending."""
+
+
+def rounded(magnitude: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """The value of ``table`` nearest to each ``magnitude`` >= 0, float64; ties to the even code."""
     middle = (table[1:] + table[:-1]) / 2
-    value = (groups / scale).abs().double()
-    code = torch.bucketize(value, middle)
-    # Ties go to the even code; bf16 latents make many.
-    tie = value == middle[code.clamp(max=middle.numel() - 1)]
-    magnitude = table[code + (tie & (code % 2 == 1)).long()]
-    return (magnitude * groups.double().sign() * scale.double()).flatten(1)
+    code = torch.bucketize(magnitude, middle)
+    tie = magnitude == middle[code.clamp(max=middle.numel() - 1)]
+    return table[code + (tie & (code % 2 == 1)).long()]
+
+
+def stored_latents(latents: torch.Tensor, record: str = "fp8_ds_mla") -> torch.Tensor:
+    """[T, 512] bf16 -> float64 as a record of the format ``record`` holds them.
+
+    What comes before a rounding is float32, as the formats say; bf16 latents make many ties.
+    """
+    if record == "nvfp4_ds_mla":
+        groups = latents.float().view(-1, 32, 16)
+        largest = groups.abs().amax(2, keepdim=True)
+        # An e2m1 code times an e4m3 scale reaches 6 * 448.
+        token = largest.amax(1, keepdim=True) / 2688
+        scale = rounded((largest / token / 6).double(), e4m3_values()).float() * token
+        size = rounded((groups / scale).abs().double(), E2M1_VALUES)
+    else:
+        groups = latents.float().view(-1, 4, 128)
+        scale = groups.abs().amax(2, keepdim=True) / 448
+        scale = torch.where(scale > 0, scale, 1.0)
+        size = rounded((groups / scale).abs().double(), e4m3_values())
+    return (size * groups.double().sign() * scale.double()).flatten(1)
 
 
 @dataclass
@@ -58,9 +75,12 @@ class Bank:
 
     size: places, a multiple of 4; the pools of a request start at multiples of 4 too.
     queries: different queries; place p uses query ``5 * p % queries``.
+    record: the format of latent records.
     """
 
-    def __init__(self, seed: int = 0, size: int = 2048, queries: int = 128) -> None:
+    def __init__(
+        self, seed: int = 0, size: int = 2048, queries: int = 128, record: str = "fp8_ds_mla"
+    ) -> None:
         make = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int) -> torch.Tensor:
@@ -74,7 +94,7 @@ class Bank:
         self.q = (2 * normal(queries, MAX_HEADS, 512)).bfloat16()
         self.index_q = (8 * normal(queries, INDEX_HEADS, 128)).to(torch.float8_e4m3fn)
         self.weights = normal(queries, INDEX_HEADS)
-        self.stored = stored_latents(self.latents)
+        self.stored = stored_latents(self.latents, record)
         self.logits = torch.einsum("qhd,td->qht", self.q.double(), self.stored) * SCALE
         records = compress_pools(
             self.k.view(-1, POOL, 128), self.gate.view(-1, POOL, 128), self.ape

@@ -33,7 +33,6 @@ from vllm.platforms.ckv_reference import ops  # noqa: E402
 from vllm.v1.attention.backends.mla import b12x_mla_sparse as backend  # noqa: E402
 from vllm.v1.attention.backends.mla.ckv_gather import exchange, plan, startup  # noqa: E402
 
-RECORD = 528
 POOL = 4
 RING = 4
 INDEX_HEADS = 2
@@ -47,6 +46,7 @@ class Sizes:
     """What a server is started with.
 
     capacity: visible tokens the gather reserves for. max_rows: rows of a step.
+    record: ``--kv-cache-dtype``.
     """
 
     world: int
@@ -59,6 +59,11 @@ class Sizes:
     max_num_seqs: int = 8
     max_rows: int = 128
     layers: int = 1
+    record: str = "fp8_ds_mla"
+
+    @property
+    def record_bytes(self) -> int:
+        return plan.CkvGather.record_format(self.record).record_bytes
 
     @property
     def width(self) -> int:
@@ -149,7 +154,7 @@ def configuration(sizes: Sizes) -> SimpleNamespace:
         scheduler_config=SimpleNamespace(
             max_num_seqs=sizes.max_num_seqs, max_num_batched_tokens=sizes.max_rows
         ),
-        cache_config=SimpleNamespace(block_size=sizes.page_size, cache_dtype="fp8_ds_mla"),
+        cache_config=SimpleNamespace(block_size=sizes.page_size, cache_dtype=sizes.record),
         compilation_config=SimpleNamespace(static_forward_context={}),
     )
 
@@ -227,7 +232,7 @@ class SimulatedRank:
         self.tables = BlockTables()
         self.decision_options: dict[str, bool] = {"capturing": False}
         self.caches = [
-            Arena.view(("latents", i), sizes.page_size, RECORD, gap_rows)
+            Arena.view(("latents", i), sizes.page_size, sizes.record_bytes, gap_rows)
             for i in range(sizes.layers)
         ]
         self.index_caches = [
@@ -400,7 +405,7 @@ class SimulatedRank:
                 attention = metadata[LAYER]
                 self.impl.do_kv_cache_update(
                     given.latents, given.latents[:, :0], self.caches[layer],
-                    attention.slot_mapping, "fp8_ds_mla", torch.ones(1),
+                    attention.slot_mapping, self.sizes.record, torch.ones(1),
                 )  # fmt: skip
                 if write_only:
                     self.kernels.write_pools(

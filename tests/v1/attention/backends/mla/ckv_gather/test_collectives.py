@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import ckv_fuzz
 import pytest
 import torch
-from ckv_ranks import INDEX_HEADS, RECORD, Inputs, Sizes, Step, run_step, simulated_ranks
+from ckv_ranks import INDEX_HEADS, Inputs, Sizes, Step, run_step, simulated_ranks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lockstep import Call, Lockstep, LockstepDist, Mismatch
@@ -125,7 +125,7 @@ def expected_calls(batch: Batch, sizes: Sizes) -> list[Call]:
             )
 
         index = largest([n // 4 for n in lengths], interleave // 4) * 132
-        latents = largest(lengths, interleave) * RECORD
+        latents = largest(lengths, interleave) * sizes.record_bytes
         return [
             Call("all_gather_into_tensor", size, world * size) for size in (index, latents) if size
         ]

@@ -38,9 +38,11 @@ def test_random_cases_equal_one_rank(capsys):
     seen = sum((Counter(json.loads(out.splitlines()[-1])) for out, _ in outputs), Counter())
     with capsys.disabled():
         print(f"\nfuzz: {run}: {dict(seen)}")
-    # Both paths were tried: a test of one of them would say nothing about the other.
+    # Both paths were tried, with both record formats: each could be wrong alone.
     if CASES >= 200:
         assert min(seen["gathered"], seen["ordinary"]) > CASES // 5
+        for record in ("fp8_ds_mla", "nvfp4_ds_mla"):
+            assert min(seen[f"{path}, {record}"] for path in ("gathered", "ordinary")) > CASES // 20
 
 
 @pytest.mark.parametrize("path", sorted(ckv_fuzz.KEPT.glob("*.json")), ids=lambda p: p.stem)
