@@ -142,6 +142,7 @@ def configuration(sizes: Sizes) -> SimpleNamespace:
         additional_config={},
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=sizes.world,
+            tensor_parallel_size=sizes.world,
             cp_kv_cache_interleave_size=sizes.interleave,
             dcp_comm_backend="a2a",
             prefill_context_parallel_size=1,
@@ -149,7 +150,12 @@ def configuration(sizes: Sizes) -> SimpleNamespace:
         ),
         model_config=SimpleNamespace(
             max_model_len=sizes.capacity,
-            hf_text_config=SimpleNamespace(index_kpool=POOL, model_type="glm5_next"),
+            hf_text_config=SimpleNamespace(
+                index_kpool=POOL,
+                model_type="glm5_next",
+                num_attention_heads=sizes.world * sizes.heads,
+                index_topk=sizes.pool_topk * POOL,
+            ),
         ),
         scheduler_config=SimpleNamespace(
             max_num_seqs=sizes.max_num_seqs, max_num_batched_tokens=sizes.max_rows

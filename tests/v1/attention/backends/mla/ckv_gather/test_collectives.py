@@ -56,7 +56,10 @@ class NoKernels(TorchReferenceKernels):
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch and everything else that a decision reads. ``spare``: capacity beyond need."""
+    """One batch and everything else that a decision reads.
+
+    spare: capacity beyond need. auto: gather only where that moves fewer bytes.
+    """
 
     world: int
     interleave: int
@@ -71,6 +74,8 @@ class Batch:
     draft: bool
     overlap: bool
     pad_tokens: int
+    auto: bool = False
+    record: str = "fp8_ds_mla"
 
 
 @st.composite
@@ -92,11 +97,17 @@ def batches(draw) -> Batch:
         draft=draw(rarely),
         overlap=draw(rarely),
         pad_tokens=draw(st.sampled_from([0, 3])),
+        auto=draw(st.booleans()),
+        record=draw(st.sampled_from(["fp8_ds_mla", "nvfp4_ds_mla"])),
     )
 
 
-def gathers(batch: Batch) -> bool:
+def gathers(batch: Batch, sizes: Sizes) -> bool:
     """The decision as the design states it."""
+    if batch.auto and received(gathered_calls(batch, sizes)) >= received(
+        ordinary_calls(replace(batch, pad_tokens=0), sizes)
+    ):
+        return False
     visible = sum(batch.cached) + sum(batch.rows)
     return (
         not (batch.capturing or batch.draft or batch.overlap or num_decodes(batch))
@@ -111,24 +122,25 @@ def num_decodes(batch: Batch) -> int:
     return batch.rows.count(1) if batch.decodes else 0
 
 
-def expected_calls(batch: Batch, sizes: Sizes) -> list[Call]:
-    """One layer's collectives, from numbers that every rank knows."""
+def gathered_calls(batch: Batch, sizes: Sizes) -> list[Call]:
+    """One layer's collectives of a gather, from numbers that every rank knows."""
     world, interleave = batch.world, batch.interleave
-    rows = sum(batch.rows) + batch.pad_tokens
-    if gathers(batch):
-        lengths = [c + r for c, r in zip(batch.cached, batch.rows, strict=True)]
+    lengths = [c + r for c, r in zip(batch.cached, batch.rows, strict=True)]
 
-        def largest(units: list[int], run: int) -> int:
-            return max(
-                sum(sum(u // run % world == rank for u in range(n)) for n in units)
-                for rank in range(world)
-            )
+    def largest(units: list[int], run: int) -> int:
+        return max(
+            sum(sum(u // run % world == rank for u in range(n)) for n in units)
+            for rank in range(world)
+        )
 
-        index = largest([n // 4 for n in lengths], interleave // 4) * 132
-        latents = largest(lengths, interleave) * sizes.record_bytes
-        return [
-            Call("all_gather_into_tensor", size, world * size) for size in (index, latents) if size
-        ]
+    index = largest([n // 4 for n in lengths], interleave // 4) * 132
+    latents = largest(lengths, interleave) * sizes.record_bytes
+    return [Call("all_gather_into_tensor", size, world * size) for size in (index, latents) if size]
+
+
+def ordinary_calls(batch: Batch, sizes: Sizes) -> list[Call]:
+    """One layer's collectives of the ordinary path."""
+    world, rows = batch.world, sum(batch.rows) + batch.pad_tokens
     candidates = 2 * rows * sizes.pool_topk * 4
     query = rows * 512 * 2
     partial = world * rows * (512 + 2) * 2
@@ -139,6 +151,15 @@ def expected_calls(batch: Batch, sizes: Sizes) -> list[Call]:
     ]
 
 
+def received(calls: list[Call]) -> int:
+    """Bytes received. One share of every call is the rank's own, so sums compare as without it."""
+    return sum(call.received for call in calls)
+
+
+def expected_calls(batch: Batch, sizes: Sizes) -> list[Call]:
+    return (gathered_calls if gathers(batch, sizes) else ordinary_calls)(batch, sizes)
+
+
 def play(batch: Batch, change=lambda rank: None) -> tuple[Lockstep, Sizes]:
     visible = sum(batch.cached) + sum(batch.rows)
     sizes = Sizes(
@@ -147,6 +168,7 @@ def play(batch: Batch, change=lambda rank: None) -> tuple[Lockstep, Sizes]:
         capacity=max(visible + batch.spare, 1),
         min_tokens=batch.min_tokens,
         max_num_seqs=batch.max_num_seqs,
+        record=batch.record,
     )
     order = sorted(range(len(batch.rows)), key=lambda r: batch.rows[r] != 1)
     step = Step(
@@ -168,10 +190,18 @@ def play(batch: Batch, change=lambda rank: None) -> tuple[Lockstep, Sizes]:
         weights=torch.zeros(rows, INDEX_HEADS),
         ape=torch.zeros(4, 128),
     )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_B12X_MLA_CKV_GATHER", "auto" if batch.auto else "1")
+        return run_batch(batch, sizes, step, inputs, change)
+
+
+def run_batch(
+    batch: Batch, sizes: Sizes, step: Step, inputs: Inputs, change
+) -> tuple[Lockstep, Sizes]:
     with simulated_ranks(sizes, NoKernels()) as (lockstep, ranks):
         for rank in ranks:
             # The tail cache has a block for each of max_num_seqs requests; no kernel reads it.
-            rank.tables.pages = [[r * 20 + i for i in range(20)] for r in range(len(order))]
+            rank.tables.pages = [[r * 20 + i for i in range(20)] for r in range(len(batch.rows))]
             rank.decision_options = {"capturing": batch.capturing, "is_draft_layer": batch.draft}
             rank.gather.vllm_config.parallel_config.use_ubatching = batch.overlap
             change(rank)
@@ -216,7 +246,24 @@ def test_case_4_the_last_batch_that_fits_and_the_first_that_does_not(world):
     assert [len(calls) for calls in lockstep.calls] == [3] * world
 
 
-def test_late_numbers_on_a_device_change_no_decision():
+@pytest.mark.parametrize("record", ["fp8_ds_mla", "nvfp4_ds_mla"])
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_auto_gathers_the_longest_context_that_moves_fewer_bytes(world, record):
+    """One token more of context, and all ranks take the other path."""
+    batch = replace(PLAIN, world=world, rows=(17,), auto=True, record=record)
+    sizes = play(batch)[1]
+    ordinary = received(ordinary_calls(batch, sizes))
+    context = 0
+    while received(gathered_calls(replace(batch, cached=(context,)), sizes)) < ordinary:
+        context += 1
+    assert context > 17
+    for cached, calls in ((context - 1, 2), (context, 3)):
+        lockstep, _ = play(replace(batch, cached=(cached,)))
+        assert [len(rank) for rank in lockstep.calls] == [calls] * world
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_late_numbers_on_a_device_change_no_decision(auto):
     """Only the host's numbers are equal on all ranks in time; nothing else may be read."""
 
     def change(rank):
@@ -229,7 +276,7 @@ def test_late_numbers_on_a_device_change_no_decision():
 
         rank.gather.plan_batch = late
 
-    lockstep, _ = play(replace(PLAIN, rows=(17,), cached=(63,)), change)
+    lockstep, _ = play(replace(PLAIN, rows=(17,), cached=(63,), auto=auto), change)
     assert all(calls == lockstep.calls[0] for calls in lockstep.calls)
     assert len(lockstep.calls[0]) == 2
 
@@ -241,6 +288,15 @@ def test_the_model_notices_a_rank_that_decides_alone():
 
     with pytest.raises(Mismatch, match=r"rank 1: Call.*rank 2: Call"):
         play(replace(PLAIN, rows=(17,)), change)
+
+
+def test_the_model_notices_a_rank_that_counts_other_bytes():
+    def change(rank):
+        if rank.rank == 1:
+            rank.gather.byte_model = replace(rank.gather.byte_model, record_bytes=10**6)
+
+    with pytest.raises(Mismatch, match=r"rank 0: Call.*rank 1: Call"):
+        play(replace(PLAIN, rows=(17,), auto=True), change)
 
 
 def test_the_model_notices_a_rank_that_ends_early_and_passes_errors_on():
