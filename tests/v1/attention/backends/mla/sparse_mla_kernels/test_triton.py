@@ -55,6 +55,35 @@ def test_the_platform_chooses_the_provider(monkeypatch, cuda, capability, expect
             choose()
 
 
+@pytest.mark.parametrize(
+    ("heads", "record_bytes", "refused"),
+    [((), 304, False), ((), RECORD, False), ((16,), RECORD, False), ((16,), 304, True)],
+)
+def test_only_attention_cares_for_the_record_format(monkeypatch, heads, record_bytes, refused):
+    """b12x leaves packing to this provider, and attention over either format to itself."""
+    from vllm.v1.attention.backends.mla.sparse_mla_kernels.triton import TritonKernels
+
+    class Went(Exception):
+        pass
+
+    def write_records(*arguments):
+        raise Went
+
+    monkeypatch.setattr(TritonKernels, "write_records", write_records)
+    with pytest.raises(ValueError if refused else Went):
+        TritonKernels().warm_up(
+            torch.device("cpu"),
+            head_counts=heads,
+            index_heads=0,
+            pool_size=4,
+            topk=512,
+            width=2176,
+            dcp_world_size=2,
+            interleave=4,
+            record_bytes=record_bytes,
+        )
+
+
 # On a GPU
 
 

@@ -2059,7 +2059,7 @@ class TritonKernels:
 
         One program serves every page size and scale.
         """
-        if not head_counts or record_bytes != FP8_RECORD_BYTES:
+        if head_counts and record_bytes != FP8_RECORD_BYTES:
             raise ValueError(
                 f"attention on this GPU reads records of {FP8_RECORD_BYTES} bytes, not of "
                 f"{record_bytes}; start with --kv-cache-dtype fp8_ds_mla"
