@@ -18,6 +18,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.custom_op import CustomOp
 from vllm.models.glm5next.sparse_indexer import SparseAttnIndexerKpool
 
+from vllm.v1.attention.backends.mla.ckv_gather import debug
 from vllm.v1.attention.backends.mla.ckv_gather.exchange import all_gather_candidates
 from vllm.v1.attention.backends.mla.sparse_mla_kernels import get_kernels
 
@@ -61,6 +62,11 @@ def select_tokens(
     positions = positions[:num_tokens]
     req_id = attention.req_id_per_token[:num_tokens]
     kernels = get_kernels()
+    if op.gather.debug:
+        # Rows behind the last request are padding, with slots of an earlier batch.
+        rows = int(attention.query_start_loc[-1])
+        debug.check_pool_slots(index.slot_mapping[:rows], op.k_cache.kv_cache)
+        debug.check_tail_slots(tail.slot_mapping[:rows], op.tail_cache.kv_cache)
     kernels.write_pools(
         k[:num_tokens],
         gate_score[:num_tokens],
@@ -76,6 +82,11 @@ def select_tokens(
     # A query at position p sees p + 1 tokens, so (p + 1) // pool_size complete pools.
     visible_pools = ((positions + 1) // pool_size).to(torch.int32)
     plan = attention.ckv_plan
+    if op.gather.debug and plan is None:
+        local_pools = visible_pools
+        if op.dcp_world_size != 1:
+            local_pools = op.gather.pool_ownership.local_lengths(visible_pools, op.dcp_rank)
+        debug.check_index_pages(index.block_table, req_id, local_pools, op.k_cache.kv_cache)
     if plan is not None:
         pages, page_table = op.gather.gather_index_keys(
             plan, kernels, op.k_cache.kv_cache, index.block_table

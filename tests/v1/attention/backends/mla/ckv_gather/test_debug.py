@@ -74,9 +74,54 @@ def test_a_corrupted_block_table_entry_is_named(bank, which, what, page):
         play(bank, spoil_metadata(which, "block_table", page))
 
 
-def test_a_slot_beyond_the_cache_is_named(bank):
-    with pytest.raises(ValueError, match=rf"latent slots: {2**40} at \(1,\), there are"):
-        play(bank, spoil_metadata(LAYER, "slot_mapping", 2**40))
+@pytest.mark.parametrize("page", [-1, POISON_ID])
+def test_a_corrupted_index_table_is_named_on_the_ordinary_path(bank, page):
+    with pytest.raises(ValueError, match=f"index keys: entry 0 of request 1 .* page {page}, the"):
+        play(bank, spoil_metadata("index", "block_table", page), gathers=False)
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+@pytest.mark.parametrize(
+    ("which", "what"),
+    [(LAYER, "latent slots"), ("index", "index pool slots"), ("tail", "index tail slots")],
+    ids=str,
+)
+def test_a_slot_beyond_the_cache_is_named(bank, which, what, gathers):
+    with pytest.raises(ValueError, match=rf"{what}: {2**40} at \(1,\), there are"):
+        play(bank, spoil_metadata(which, "slot_mapping", 2**40), gathers)
+
+
+def test_slots_may_reach_the_last_one():
+    index_cache, tail_cache = torch.zeros(3, 64, 132), torch.zeros(5, 2, 4, 128)
+    debug.check_pool_slots(torch.tensor([-1, 3 * 64 - 1]), index_cache)
+    debug.check_tail_slots(torch.tensor([-1, 5 * 4 - 1]), tail_cache)
+    with pytest.raises(ValueError, match="index pool slots: 192"):
+        debug.check_pool_slots(torch.tensor([3 * 64]), index_cache)
+    with pytest.raises(ValueError, match="index tail slots: 20"):
+        debug.check_tail_slots(torch.tensor([5 * 4]), tail_cache)
+
+
+def test_index_pages_are_checked_as_far_as_a_row_reads():
+    table, cache = torch.tensor([[0, 9], [1, 2]]), torch.zeros(3, 64, 132)
+    rows = torch.tensor([0, 1, 1, -1])
+    debug.check_index_pages(table, rows, torch.tensor([64, 65, 3, 128]), cache)
+    with pytest.raises(ValueError, match="entry 1 of request 0 in the block table is page 9"):
+        debug.check_index_pages(table, rows, torch.tensor([65, 65, 3, 128]), cache)
+
+
+def test_padding_is_not_checked(bank):
+    """Its slots and tables are those of an earlier batch."""
+    sizes = Sizes(3, pool_topk=2, capacity=200)
+    with simulated_ranks(sizes, TorchReferenceKernels()) as (lockstep, ranks):
+        for rank in ranks:
+            rank.tables.pages = [[5 * rank.rank]]
+        for min_tokens in (0, 150):
+            for rank in ranks:
+                rank.gather.limits = replace(rank.gather.limits, min_query_tokens=min_tokens)
+            step = Step([0], [5], [5], [True], pad_rows=2, pad_tokens=3)
+            inputs = bank.inputs(torch.arange(5), 0, 3, 3)
+            for (result,) in run_step(lockstep, ranks, step, [inputs]):
+                assert result.gathered == (min_tokens == 0)
 
 
 def test_a_rank_that_decides_alone_is_named(bank):

@@ -2,6 +2,7 @@
 """What ``VLLM_CKV_DEBUG=1`` checks. The host waits for the device in every layer: not for serving.
 
 Each check names what is wrong where it is wrong, instead of a bad output or a crash later on.
+What it costs is in ``docs/troubleshooting.md``.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+
+from vllm.v1.attention.backends.mla.ckv_gather.geometry import POOLS_PER_INDEX_PAGE
 
 POISON = 0xFF
 """Byte of buffers that nobody has written: NaN as e4m3 and as float32."""
@@ -60,3 +63,38 @@ def check_below(what: str, ids: torch.Tensor, limit: int) -> None:
     if wrong.numel():
         place = tuple(wrong[0].tolist())
         raise ValueError(f"{what}: {int(ids[place])} at {place}, there are {limit}")
+
+
+def check_pool_slots(slots: torch.Tensor, index_cache: torch.Tensor) -> None:
+    """Check that every slot lies in ``index_cache`` (ipages, 64, 132). slots: (T,) int64.
+
+    Raises:
+        ValueError: as :func:`check_below`.
+    """
+    check_below("index pool slots", slots, index_cache.shape[0] * POOLS_PER_INDEX_PAGE)
+
+
+def check_tail_slots(slots: torch.Tensor, tail_cache: torch.Tensor) -> None:
+    """Check that every slot lies in ``tail_cache`` (blocks, 2, ring, 128). slots: (T,) int64.
+
+    Raises:
+        ValueError: as :func:`check_below`.
+    """
+    check_below("index tail slots", slots, tail_cache.shape[0] * tail_cache.shape[2])
+
+
+def check_index_pages(
+    block_table: torch.Tensor, req_id: torch.Tensor, pools: torch.Tensor, index_cache: torch.Tensor
+) -> None:
+    """Check the index pages that rows read from this rank's own cache.
+
+    block_table: (R, B) int32. req_id: (T,) int32, -1 for padding. pools: (T,), what the row sees
+        of this rank's pools.
+
+    Raises:
+        ValueError: as :func:`check_pages`.
+    """
+    real = req_id >= 0
+    most = pools.new_zeros(block_table.shape[0])
+    most.scatter_reduce_(0, req_id[real].long(), pools[real], "amax")
+    check_pages("index keys", block_table, most, POOLS_PER_INDEX_PAGE, index_cache.shape[0])
