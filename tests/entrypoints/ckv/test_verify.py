@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-ckv verify``: cases, judgement, table, JSON and misuse, with hand-made engine results."""
 
+import argparse
 import json
 import math
 from argparse import Namespace
@@ -135,6 +136,25 @@ def test_jobs_differ_in_what_is_compared_and_in_nothing_else():
     assert none.groups == ordinary.groups == full.groups
     assert [len(prompts) for prompts in full.groups] == [1, 1, 2, 1, 1]
     assert full.groups[2] == [cases[2].prompt, cases[3].prompt]
+
+
+def test_further_arguments_reach_every_engine():
+    parser = argparse.ArgumentParser()
+    verify.add_arguments(parser)
+    arguments = parser.parse_args(["--engine", '{"enforce_eager": false}'])
+    jobs = verify.make_jobs(Path("model"), verify.make_cases(TEXT, 2), 2, arguments.engine)
+    assert [job.arguments["enforce_eager"] for job in jobs] == [False] * 3
+    plain = verify.make_jobs(Path("model"), verify.make_cases(TEXT, 2), 2)
+    assert [job.arguments["enforce_eager"] for job in plain] == [True] * 3
+
+
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_further_arguments_that_are_no_object_are_refused(text, capsys):
+    parser = argparse.ArgumentParser()
+    verify.add_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--engine", text])
+    assert "is not" in capsys.readouterr().err
 
 
 def test_report_of_engines_that_agree(cases, results):
