@@ -501,7 +501,8 @@ def record_only(fake, monkeypatch):
     def run(self, binding, *, kv_cache):
         q, scratch = binding.q, binding.scratch
         rows = q.shape[0]
-        fake.log.append(emulation.Launch(self.caps.mode, rows, self.plan, {}))
+        tensors = {"scratch": scratch.shared_scratch}
+        fake.log.append(emulation.Launch(self.caps.mode, rows, self.plan, tensors))
         assert self.caps.mode == "extend" or rows <= self.primed_rows
         return scratch.output_buffer[:rows], scratch.final_lse[:rows, : q.shape[1]]
 
@@ -522,14 +523,59 @@ def test_no_plan_is_missing_for_any_row_count(started):
         assert rows <= provider._smallest(plans.select, rows).rows
 
 
-def test_one_plan_for_every_cuda_graph_size(started):
-    plans = started[0].plans
-    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]
+def cuda_graph_sizes(monkeypatch, max_num_seqs, tokens_per_request):
+    """The batch sizes for which stock vLLM captures graphs on compute capability 12.x."""
+    from vllm.platforms.ckv_reference import declare_torchvision_ops
+
+    declare_torchvision_ops()
+    from vllm.config import VllmConfig
+    from vllm.config.compilation import CUDAGraphMode
+
+    platform = SimpleNamespace(is_device_capability_family=lambda family: family == 120)
+    monkeypatch.setattr(vllm.platforms, "current_platform", platform, raising=False)
+    compilation = SimpleNamespace(
+        cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
+        max_cudagraph_capture_size=None,
+        cudagraph_capture_sizes=None,
+        post_init_cudagraph_sizes=lambda: None,
+    )
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(enforce_eager=False),
+        compilation_config=compilation,
+        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=8192),
+        uniform_decode_query_len=tokens_per_request,
+        speculative_config=None,
+        performance_mode="balanced",
+    )
+    VllmConfig._set_cudagraph_sizes(config)
+    return compilation.cudagraph_capture_sizes
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "tokens_per_request", "largest"),
+    [(1, 1, 2), (37, 4, 288), (256, 1, 512), (1024, 2, 512)],
+)
+def test_every_cuda_graph_is_one_launch_in_the_same_scratch(
+    started, monkeypatch, max_num_seqs, tokens_per_request, largest
+):
+    """A graph holds one address, so one batch size must always take one plan, whole."""
+    kernels, fake = started
+    sizes = cuda_graph_sizes(monkeypatch, max_num_seqs, tokens_per_request)
+    assert (sizes[0], sizes[-1]) == (1, largest)
+    record_only(fake, monkeypatch)
     for heads in (16, 64):
-        chosen = [plans.attention(rows, heads) for rows in sizes]
-        assert [p.plan.query.mode for p in chosen] == ["decode"] * 35 + ["extend"] * 16
-        # An extend plan of 64 heads takes these sizes in one piece as well.
-        assert all(rows <= p.rows for rows, p in zip(sizes, chosen, strict=True))
+        arguments = attend_arguments(rows=sizes[-1], heads=heads)
+        for rows in sizes:
+            fake.log.clear()
+            part = {k: v[:rows] for k, v in arguments.items() if k in ("q", "row_ids", "counts")}
+            for _capture_and_replay in range(2):
+                kernels.attend(**arguments | part)
+            assert [launch.rows for launch in fake.log] == [rows] * 2
+            assert len({id(launch.plan) for launch in fake.log}) == 1
+            expected = "decode" if rows <= provider.DECODE_ROWS[-1] else "extend"
+            assert {launch.kind for launch in fake.log} == {expected}
+            places = {launch.tensors["scratch"].data_ptr() for launch in fake.log}
+            assert places == {kernels._scratch.data_ptr()}
 
 
 @pytest.mark.parametrize(
@@ -585,6 +631,17 @@ def test_an_unprepared_plan_is_an_error_and_not_a_compilation(started, monkeypat
     with pytest.raises(RuntimeError, match="selection for 3 rows is not prepared"):
         kernels.select_pools(**select_arguments())
     assert not fake.log
+
+
+def test_the_doctors_self_test_runs_on_b12x(monkeypatch):
+    """Its sizes are ones that b12x has kernels for, and they are prepared before the first call."""
+    from vllm.entrypoints.ckv.selftest import run_self_test
+
+    fake = emulation.Emulation()
+    kernels = fake.attach(provider.B12xKernels(ref.TorchReferenceKernels()), monkeypatch)
+    assert not run_self_test(kernels).failures
+    assert not kernels.passes_on
+    assert {launch.kind for launch in fake.log} == {"write", "select", "decode"}
 
 
 # Native compilation
