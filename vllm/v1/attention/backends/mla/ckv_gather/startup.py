@@ -8,11 +8,14 @@ of both paths, because vLLM's own profiling run stops short of attention.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.logger import init_logger
 
 from vllm.v1.attention.backends.mla.ckv_gather import exchange
 from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
@@ -24,6 +27,8 @@ from vllm.v1.attention.backends.mla.sparse_mla_kernels.base import INDEX_DIM, LA
 if TYPE_CHECKING:
     from vllm.v1.attention.backends.mla.ckv_gather.plan import CkvGather
     from vllm.v1.attention.backends.mla.sparse_mla_kernels import SparseMLAKernels
+
+logger = init_logger(__name__)
 
 CONFIG_KEY = "vllm_b12x_ckv"
 """Entry of ``VllmConfig.additional_config`` that keeps start-up plans of on and off apart."""
@@ -189,7 +194,8 @@ def run_everything_once(
     """Run both paths on empty batches: one token, then the largest batch.
 
     All ranks of the DCP group have to call it, with the same shapes: it enters every collective
-    in one order. Ends with as little memory as it began with, the profiler keeps the peak.
+    in one order. Ends with as little memory as it began with, the profiler keeps the peak. Logs
+    what it cost, most of which is compiling on a machine's first start.
 
     query_gather, combine: the layer's DCP callables, None without DCP.
     """
@@ -203,6 +209,7 @@ def run_everything_once(
         (1, POOLS_PER_INDEX_PAGE, INDEX_RECORD_BYTES), dtype=torch.uint8, device=device
     )
     world = gather.dcp_world_size
+    moments = [_moment(device)]
     kernels.warm_up(
         device,
         head_counts=sorted({shapes.local_heads, world * shapes.local_heads}),
@@ -216,21 +223,44 @@ def run_everything_once(
         record_bytes=geometry.record.record_bytes,
         scale=shapes.scale,
     )
+    moments.append(_moment(device))
     for num_tokens in dict.fromkeys((1, largest)):
         batch = _Batch(shapes, num_tokens, device)
         _write_once(kernels, batch, cache, index_cache, gather.pool_size)
         _ordinary_once(gather, kernels, batch, cache, index_cache, query_gather, combine)
-    if gather.workspace is None:
-        return
+    moments.append(_moment(device))
+    if gather.workspace is not None:
+        _all_gathered_once(gather, kernels, _Batch(shapes, largest, device), cache, index_cache)
+    moments.append(_moment(device))
+    logger.info(
+        "full-CKV gather: first run of everything took %.1f s: kernels %.1f s, ordinary path %.1f "
+        "s, gathered path %.1f s",
+        moments[-1] - moments[0],
+        *(end - begin for begin, end in pairwise(moments)),
+    )
+
+
+def _moment(device: torch.device) -> float:
+    """Seconds on the host's clock when all work that was given to ``device`` is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.monotonic()
+
+
+def _all_gathered_once(
+    gather: CkvGather,
+    kernels: SparseMLAKernels,
+    batch: _Batch,
+    cache: torch.Tensor,
+    index_cache: torch.Tensor,
+) -> None:
     most = gather.limits.max_visible_tokens
-    visible = most if device.type == "cuda" else min(most, 4096)
+    visible = most if batch.device.type == "cuda" else min(most, 4096)
     # One token leaves every rank but the first without a record, and all without a pool; a pool
     # on the first rank alone comes next.
     received = gather.counters.ckv_bytes
     for lengths in dict.fromkeys((1, min(gather.pool_size, visible), visible)):
-        _gathered_once(
-            gather, kernels, _Batch(shapes, largest, device), cache, index_cache, lengths
-        )
+        _gathered_once(gather, kernels, batch, cache, index_cache, lengths)
     gather.counters.ckv_bytes = received
 
 
