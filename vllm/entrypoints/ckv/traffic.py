@@ -38,7 +38,7 @@ class Scale:
 
     budget: ``max_num_batched_tokens``, smaller than long prompts, so that they are chunked.
     cache_blocks: blocks of the KV cache, too few for ``max_num_seqs`` long requests.
-    prefix: length of a shared prefix, more than one block of the prefix cache.
+    prefix: length of a shared prefix, more than one block of the prefix cache. 0: none is shared.
     long, medium, short: most tokens of a prompt's own part.
     answer: most tokens generated for a prompt. wave: requests of a wave.
     """
@@ -257,11 +257,17 @@ def engine_arguments(
 
 
 def run_side(
-    gather: str, arguments: dict[str, Any], waves: Sequence[Wave], log: Path, *, use_gpu: bool
+    gather: str,
+    arguments: dict[str, Any],
+    waves: Sequence[Wave],
+    log: Path,
+    *,
+    use_gpu: bool,
+    environment: dict[str, str] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Run ``waves`` in an engine process of its own; yield its events for :meth:`Side.add`.
 
-    gather: the flag's value.
+    gather: the flag's value. environment: further variables.
 
     Raises:
         RuntimeError: the process failed; the message has the end of its log.
@@ -271,7 +277,7 @@ def run_side(
         f"traffic, gather {gather}",
         {"arguments": arguments, "waves": [asdict(wave) for wave in waves]},
         # Short prompts are a part of the traffic.
-        {GATHER: gather, f"{GATHER}_MIN_TOKENS": "0"},
+        {GATHER: gather, f"{GATHER}_MIN_TOKENS": "0"} | (environment or {}),
         log,
         use_gpu=use_gpu,
     )
@@ -570,7 +576,7 @@ def find_gaps(on: Side, off: Side, scale: Scale, *, short_of_blocks: bool) -> li
     seen = {
         "gathered no batch": any(c["gathered_batches"] for c in counters),
         "had no prompt beside decodes": mixed,
-        "had no prefix in the cache": any(r.cached_tokens for r in requests),
+        "had no prefix in the cache": not scale.prefix or any(r.cached_tokens for r in requests),
         "had no request aborted on its way": any(not r.finished for r in requests),
         f"never ran {scale.max_num_seqs} requests at once": any(
             wave.most_running >= scale.max_num_seqs for wave in on.waves
