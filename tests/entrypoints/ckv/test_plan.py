@@ -168,13 +168,75 @@ def test_smaller_records(sizes):
 
 
 @pytest.mark.parametrize("heads", [4, 16, 64, 80, 128, 256])
-def test_hopper_scratch_is_the_providers(monkeypatch, heads):
+def test_hopper_scratch_is_the_providers(monkeypatch, sizes, heads):
     triton = pytest.importorskip("vllm.v1.attention.backends.mla.sparse_mla_kernels.triton")
+    from vllm.v1.attention.backends.mla.ckv_gather.geometry import FP8_DS_MLA, PageGeometry
+    from vllm.v1.attention.backends.mla.ckv_gather.workspace import WorkspacePlan
+
     monkeypatch.setattr(triton, "_flashmla", lambda: object())
+    plan = make(replace(sizes, heads=2 * heads), gpu="h200", tp=2, dcp=2)
     theirs = triton.TritonKernels().scratch_shapes(
-        max_records=12_345, max_tokens=8192, num_heads=heads, width=2051
+        max_records=2 * plan.capacity_records,
+        max_tokens=8192,
+        num_heads=heads,
+        width=p.list_width(sizes),
     )
-    assert p.flashmla_scratch(12_345, 8192, heads, 2051) == theirs
+    assert bool(theirs) == (heads <= 128) == bool(plan.flashmla_bytes)
+    geometry = PageGeometry(plan.page_tokens, FP8_DS_MLA, 4, 4, 2)
+    workspace = WorkspacePlan.from_geometry(geometry, 524_288, 32, tuple(theirs))
+    assert plan.workspace_bytes == workspace.num_bytes
+    assert ("of it for FlashMLA" in p.describe(plan)) == (heads <= 128)
+
+
+def test_lists_are_as_wide_as_vllms(sizes):
+    from vllm.platforms.ckv_reference import declare_torchvision_ops
+
+    declare_torchvision_ops()
+    from vllm.models.glm5next.common.model import get_sparse_topk_buffer_width
+
+    for topk, pool in ((2048, 4), (512, 4), (1984, 1), (128, 8)):
+        config = SimpleNamespace(index_topk=topk, index_kpool=pool)
+        mine = p.list_width(replace(sizes, index_topk=topk, pool_size=pool))
+        assert mine == get_sparse_topk_buffer_width(config)
+
+
+SHARED = ["pack_records", "pack_pools", "unpack_pools", "write_pools", "merge_pool_candidates"]
+SHARED += ["expand_pools", "remap", "filter_local"]
+
+
+def test_what_b12x_holds_is_what_it_would_allocate(sizes):
+    pytest.importorskip("b12x")
+    import torch
+
+    from vllm.v1.attention.backends.mla.sparse_mla_kernels import b12x as provider
+
+    plan = make(sizes)
+    assert plan.kernels == "b12x"
+    kernels = provider.B12xKernels(SimpleNamespace(**dict.fromkeys(SHARED)))
+    kernels._width = 2176
+    planned = provider.Sizes(2304, 528, (16, 64), 32, 512, 2051, 0.0442)
+    kernels._adopt(planned, provider.declare(planned, torch.device("cpu")), torch.device("cpu"))
+    held = (kernels._scratch, kernels._tables, kernels._lengths, kernels._capacity, kernels._ids)
+    assert plan.kernel_bytes == sum(tensor.nbytes for tensor in held)
+    # Twelve heads a rank are no multiple of 8: the Triton kernels serve, and hold what they do.
+    other = make(replace(sizes, heads=48))
+    assert (other.kernels, other.kernel_bytes) == ("Triton", 64 << 20)
+
+
+def test_what_cannot_be_known_is_said(monkeypatch, sizes, capsys):
+    find_spec = p.find_spec
+    monkeypatch.setattr(p, "find_spec", lambda name: None if name == "b12x" else find_spec(name))
+    plan = make(sizes)
+    assert plan.kernel_bytes is None
+    assert "b12x holds more, unknown here: it is not installed" in p.describe(plan)
+    assert "Triton holds 84.4 MB/GPU more" in p.describe(make(sizes, gpu="h200"))
+    assert "Triton holds 67.1 MB/GPU more" in p.describe(make(sizes, gpu="b200"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for arguments, said in (([], True), (["--gpu", "rtx-pro-6000"], False)):
+        assert cli.main(["plan", str(MODEL), *arguments]) == 0
+        assert (
+            "assumed: there is no GPU here; say which with --gpu" in capsys.readouterr().out
+        ) == said
 
 
 def test_rows_and_break_even(sizes):
@@ -216,7 +278,7 @@ def test_an_unknown_gpu_lists_the_known():
     with pytest.raises(UsageError, match="choose one of rtx-pro-6000") as error:
         p.find_gpu("voodoo2")
     assert "--link-gbps" in str(error.value)
-    assert p.find_gpu("H200") is p.GPUS["h200"]
+    assert p.find_gpu("H200") == (p.GPUS["h200"], False)
 
 
 @pytest.mark.parametrize(

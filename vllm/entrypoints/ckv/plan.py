@@ -13,7 +13,8 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from math import lcm
+from importlib.util import find_spec
+from math import lcm, prod
 from pathlib import Path
 from typing import Any
 
@@ -245,8 +246,11 @@ class ContextRow:
 class Plan:
     """The answer; every size is that of one GPU unless it says otherwise.
 
+    gpu_assumed: nobody named a GPU and there is none here.
     page_tokens: the page that vLLM chooses, on every rank.
     limit_tokens: visible tokens that buffers are reserved for.
+    flashmla_bytes: the part of ``workspace_bytes`` that FlashMLA takes on Hopper.
+    kernels, kernel_bytes: see :func:`kernel_bytes`.
     ordinary_peak_bytes: what ordinary DCP prefill takes at its largest chunk, for comparison.
     kv_tokens_given_up: tokens of the KV cache of all ranks that the reserved bytes would have held.
     break_even_bytes: context up to which a gather moves fewer bytes. break_even_seconds: up to
@@ -255,6 +259,7 @@ class Plan:
 
     model: ModelSizes
     gpu: Gpu
+    gpu_assumed: bool
     tp: int
     dcp: int
     interleave: int
@@ -268,6 +273,9 @@ class Plan:
     limit_tokens: int
     capacity_records: int
     workspace_bytes: int
+    flashmla_bytes: int
+    kernels: str
+    kernel_bytes: int | None
     staging_bytes: int
     ordinary_peak_bytes: int
     kv_block_bytes: int
@@ -296,27 +304,46 @@ def _check(tp: int, dcp: int, sizes: ModelSizes, **counts: int) -> None:
         )
 
 
-def flashmla_scratch(
-    records: int, tokens: int, heads: int, width: int
-) -> list[tuple[tuple[int, ...], Any]]:
-    """What the Triton provider reserves for FlashMLA on Hopper, as :class:`WorkspacePlan` takes it.
+def list_width(sizes: ModelSizes) -> int:
+    """Columns of vLLM's lists of selected tokens: the selection, aligned."""
+    return -(-(sizes.index_topk + sizes.pool_size - 1) // 128) * 128
 
-    records: gathered rows. tokens: of the largest batch. heads: of one rank. width: of a selection.
+
+def kernel_bytes(
+    sizes: ModelSizes, gpu: Gpu, page: int, record: RecordFormat, heads: Sequence[int]
+) -> tuple[str, int | None]:
+    """The kernels that would serve on ``gpu``, and the bytes that they hold besides the workspace.
+
+    They hold them with the gather off as well. heads: that attention sees, of one rank and of all.
+    None: the sizes are b12x's to tell, and it is not installed here.
     """
+    from vllm.v1.attention.backends.mla.sparse_mla_kernels.scratch import triton_bytes
+
+    if gpu.family != 120:
+        return "Triton", triton_bytes(gpu.family)
+    if find_spec("b12x") is None:
+        return "b12x", None
+    try:
+        from vllm.v1.attention.backends.mla.sparse_mla_kernels import b12x
+    except ImportError:
+        return "b12x", None
+    try:
+        planned = b12x.Sizes(
+            page_size=page,
+            record_bytes=record.record_bytes,
+            head_counts=tuple(sorted(set(heads))),
+            index_heads=max(sizes.index_heads, 32),
+            topk=sizes.index_topk // sizes.pool_size,
+            width=sizes.index_topk + sizes.pool_size - 1,
+            scale=1.0,  # no size follows from it
+        )
+    except ValueError:
+        return "Triton", triton_bytes(gpu.family)  # serves sizes that b12x has no kernel for
     import torch
 
-    if heads > 128:
-        return []
-    padded = 64 if heads <= 64 else 128
-    shapes: list[tuple[tuple[int, ...], Any]] = [
-        ((records, 512), torch.bfloat16),
-        ((tokens, -(-width // 128) * 128), torch.int32),
-    ]
-    if padded != heads:
-        rows = min(tokens, 1056)
-        shapes.append(((rows * heads + padded - heads, 512), torch.bfloat16))
-        shapes.append(((rows, padded, 512), torch.bfloat16))
-    return shapes
+    plans = b12x.declare(planned, torch.device("cpu"))
+    held = b12x.held_shapes(planned, plans, list_width(sizes)).values()
+    return "b12x", sum(prod(shape) * dtype.itemsize for shape, dtype in held)
 
 
 def make_plan(
@@ -335,6 +362,7 @@ def make_plan(
     block_size: int | None = None,
     max_tokens: int | None = None,
     speculative_tokens: int = 0,
+    gpu_assumed: bool = False,
 ) -> Plan:
     """Plan ``sizes`` on ``gpu``; the arguments are vLLM's flags of the same names.
 
@@ -345,6 +373,7 @@ def make_plan(
     """
     from vllm.v1.attention.backends.mla.ckv_gather.staging import device_bytes
     from vllm.v1.attention.backends.mla.ckv_gather.workspace import WorkspacePlan
+    from vllm.v1.attention.backends.mla.sparse_mla_kernels.scratch import flashmla_shapes
 
     _check(
         tp,
@@ -370,11 +399,17 @@ def make_plan(
     local_heads = sizes.heads // tp
     scratch: tuple[Any, ...] = ()
     if gpu.family == 90:
-        width = sizes.index_topk + sizes.pool_size - 1
         scratch = tuple(
-            flashmla_scratch(dcp * capacity, max_num_batched_tokens, local_heads, width)
+            flashmla_shapes(
+                max_records=dcp * capacity,
+                max_tokens=max_num_batched_tokens,
+                num_heads=local_heads,
+                width=list_width(sizes),
+            )
         )
+    bare = WorkspacePlan.from_geometry(geometry, limit, max_num_seqs)
     workspace = WorkspacePlan.from_geometry(geometry, limit, max_num_seqs, scratch)
+    kernels, held = kernel_bytes(sizes, gpu, page, record, (local_heads, dcp * local_heads))
     staging = device_bytes(max_num_seqs, dcp, max_index_pages(limit, sizes.pool_size))
     block = block_bytes(sizes, page, record)
     reserved = workspace.num_bytes + staging
@@ -421,6 +456,7 @@ def make_plan(
     return Plan(
         model=sizes,
         gpu=gpu,
+        gpu_assumed=gpu_assumed,
         tp=tp,
         dcp=dcp,
         interleave=interleave,
@@ -434,6 +470,9 @@ def make_plan(
         limit_tokens=limit,
         capacity_records=capacity,
         workspace_bytes=workspace.num_bytes,
+        flashmla_bytes=workspace.num_bytes - bare.num_bytes,
+        kernels=kernels,
+        kernel_bytes=held,
         staging_bytes=staging,
         ordinary_peak_bytes=ordinary_peak_bytes(chunk, local_heads * dcp),
         kv_block_bytes=block,
@@ -457,15 +496,22 @@ def describe(plan: Plan) -> str:
     sizes = plan.model
     chunk = plan.rows[0].context_tokens
     reserved = plan.workspace_bytes + plan.staging_bytes
+    flashmla = f", {size(plan.flashmla_bytes)} of it for FlashMLA" if plan.flashmla_bytes else ""
+    if plan.kernel_bytes is None:
+        held = f"{plan.kernels} holds more, unknown here: it is not installed"
+    else:
+        held = f"{plan.kernels} holds {size(plan.kernel_bytes)}/GPU more, with the gather off too"
     lines = [
         f"{sizes.name}: {sizes.attention_layers} sparse MLA layers, {sizes.state_layers} KDA "
-        f"layers, {sizes.heads} heads; TP {plan.tp}, DCP {plan.dcp}, {plan.gpu.title}",
+        f"layers, {sizes.heads} heads; TP {plan.tp}, DCP {plan.dcp}, {plan.gpu.title}"
+        + (" (assumed: there is no GPU here; say which with --gpu)" if plan.gpu_assumed else ""),
         "",
         f"page            {plan.page_tokens:,} tokens",
         f"capacity        {plan.capacity_records:,} records/rank "
         f"({plan.limit_tokens:,} visible tokens, {plan.max_num_seqs} requests)",
         f"workspace       {size(reserved)}/GPU at most "
-        f"(ordinary prefill's own peak: {size(plan.ordinary_peak_bytes)})",
+        f"(ordinary prefill's own peak: {size(plan.ordinary_peak_bytes)}){flashmla}",
+        f"kernels         {held}",
         f"KV cache        {plan.kv_tokens_given_up:,} tokens given up, of all ranks together",
         f"fewer bytes     {_pays(plan.break_even_bytes, chunk, plan.limit_tokens)}",
         f"less time       {_pays(plan.break_even_seconds, chunk, plan.limit_tokens)}, "
@@ -519,8 +565,11 @@ def draw(plan: Plan, path: Path) -> None:
     save_figure(figure, path)
 
 
-def find_gpu(name: str | None) -> Gpu:
+def find_gpu(name: str | None) -> tuple[Gpu, bool]:
     """The GPU called ``name``; None: this machine's, or :data:`DEFAULT_GPU` where there is none.
+
+    Returns:
+        the GPU, and whether it had to be assumed.
 
     Raises:
         UsageError: the name is unknown.
@@ -531,11 +580,11 @@ def find_gpu(name: str | None) -> Gpu:
                 f"--gpu {name} is not known: choose one of {', '.join(GPUS)}, the nearest by "
                 "family, and give your link's speed with --link-gbps"
             )
-        return GPUS[name.lower()]
+        return GPUS[name.lower()], False
     import torch
 
     if not torch.cuda.is_available():
-        return GPUS[DEFAULT_GPU]
+        return GPUS[DEFAULT_GPU], True
     title = torch.cuda.get_device_name(0)
     plain = title.lower().replace(" ", "-")
     family = torch.cuda.get_device_capability(0)[0] * 10
@@ -543,7 +592,7 @@ def find_gpu(name: str | None) -> Gpu:
         gpu for gpu in GPUS.values() if gpu.family == family
     ]
     known = near[0] if near else GPUS[DEFAULT_GPU]
-    return Gpu(title, family, known.link_gbps, known.fp8_tflops)
+    return Gpu(title, family, known.link_gbps, known.fp8_tflops), False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -573,7 +622,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dcp-comm-backend", choices=("ag_rs", "a2a"), default="ag_rs")
     parser.add_argument("--num-speculative-tokens", type=int, default=0, help="of MTP")
     parser.add_argument(
-        "--gpu", metavar="NAME", help=f"{', '.join(GPUS)} (default: this machine's)"
+        "--gpu",
+        metavar="NAME",
+        help=f"{', '.join(GPUS)} (default: this machine's; {DEFAULT_GPU} where there is none)",
     )
     parser.add_argument(
         "--link-gbps",
@@ -588,9 +639,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command. Returns the exit status: 0, or 2 for input that cannot be planned."""
     try:
         sizes = read_model(arguments.model)
+        gpu, assumed = find_gpu(arguments.gpu)
         plan = make_plan(
             sizes,
-            find_gpu(arguments.gpu),
+            gpu,
+            gpu_assumed=assumed,
             tp=arguments.tp,
             dcp=arguments.tp if arguments.dcp is None else arguments.dcp,
             max_model_len=arguments.max_model_len or sizes.max_model_len,

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from vllm.v1.attention.backends.mla.sparse_mla_kernels import SparseMLAKernels
+from vllm.v1.attention.backends.mla.sparse_mla_kernels import scratch as scratch_sizes
 from vllm.v1.attention.backends.mla.sparse_mla_kernels import torch_reference as ref
 
 # The test folders are no packages; a name of our own keeps the module apart from others.
@@ -741,7 +742,7 @@ def test_the_way_to_flashmla_and_back(kernels, monkeypatch, rows, heads, contigu
     module = sys.modules[type(kernels).__module__]
     monkeypatch.setattr(module, "_flashmla", lambda: sparse_prefill)
     monkeypatch.setattr(module, "_FLASHMLA_MIN_TOKENS", 1)
-    monkeypatch.setattr(module, "_FLASHMLA_ROWS", 4)
+    monkeypatch.setattr(scratch_sizes, "FLASHMLA_ROWS", 4)
     pool, width = 50, 70
     records = torch.zeros(pool, RECORD + 16, dtype=torch.uint8)[:, :RECORD]
     records.copy_(ref.quantize_records(torch.randn(pool, 512)))

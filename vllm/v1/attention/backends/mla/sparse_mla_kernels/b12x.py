@@ -58,7 +58,10 @@ PAGE_UNIT = 16
 MAX_PAGES = 8192
 """Columns of the widest page table: 524,288 pools, 2,097,152 tokens."""
 DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Row limits of the attention plans that split columns; CUDA-graph sizes lie below them."""
+"""Row limits of the attention plans that split columns: decode, and most CUDA-graph sizes.
+
+vLLM captures up to 512 rows; those above 256 take the plan for many rows in one piece.
+"""
 SELECT_ROWS = (8, 64, 512)
 """Row limits of the selection plans."""
 EXTEND_TOPK = (512, 1024, 2048, 2051, 2112)
@@ -281,6 +284,26 @@ def declare(sizes: Sizes, device: torch.device) -> Plans:
         extend=MappingProxyType({h: attention(h, extend_rows(h), "extend") for h in heads}),
         select=tuple(selection(rows) for rows in SELECT_ROWS),
     )
+
+
+def held_shapes(
+    sizes: Sizes, plans: Plans, width: int
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """(shape, dtype) of what a process keeps for its calls, by name.
+
+    width: columns of the lists that vLLM passes. Wider ones than ``sizes.width`` are copied.
+    """
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        # One buffer for all plans: the largest need of one.
+        "scratch": ((max(_scratch_bytes(plan) for _, plan in plans.names()),), torch.uint8),
+        "tables": ((_TABLE_BYTES // 4,), torch.int32),
+        "lengths": ((SELECT_ROWS[-1],), torch.int32),
+        "capacity": ((1,), torch.int32),
+    }
+    if width > sizes.width:
+        rows = max(DECODE_ROWS[-1], *(plan.rows for plan in plans.extend.values()))
+        shapes["ids"] = ((rows, sizes.width), torch.int32)
+    return shapes
 
 
 def _smallest(plans: Sequence[RowPlan], rows: int) -> RowPlan:
@@ -534,11 +557,6 @@ class B12xKernels:
         """See :meth:`SparseMLAKernels.scratch_shapes`: none, the plans' buffer serves all calls."""
         return []
 
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes of the buffer that all plans share: the largest need of one."""
-        return max(_scratch_bytes(plan) for _, plan in self._planned()[1].names())
-
     def _planned(self) -> tuple[Sizes, Plans]:
         if self.sizes is None or self.plans is None:
             raise RuntimeError(
@@ -612,15 +630,15 @@ class B12xKernels:
     def _adopt(self, sizes: Sizes, plans: Plans, device: torch.device) -> None:
         """Take the plans and allocate what they share."""
         self.sizes, self.plans = sizes, plans
-        self._scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)
-        self._tables = torch.empty(_TABLE_BYTES // 4, dtype=torch.int32, device=device)
-        self._lengths = torch.empty(SELECT_ROWS[-1], dtype=torch.int32, device=device)
-        if self._width > sizes.width:
-            rows = max(DECODE_ROWS[-1], *(plan.rows for plan in plans.extend.values()))
-            self._ids = torch.empty((rows, sizes.width), dtype=torch.int32, device=device)
-        self._capacity = torch.full(
-            (1,), MAX_PAGES * POOLS_PER_INDEX_PAGE, dtype=torch.int32, device=device
+        held = {
+            name: torch.empty(shape, dtype=dtype, device=device)
+            for name, (shape, dtype) in held_shapes(sizes, plans, self._width).items()
+        }
+        self._scratch, self._tables, self._lengths = (
+            held[name] for name in ("scratch", "tables", "lengths")
         )
+        self._ids = held.get("ids")
+        self._capacity = held["capacity"].fill_(MAX_PAGES * POOLS_PER_INDEX_PAGE)
 
     def _prepare(self, device: torch.device) -> None:
         """Compile and run every plan once, on inputs that select nothing, at its row limit.

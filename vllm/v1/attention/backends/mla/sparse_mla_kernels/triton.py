@@ -15,8 +15,10 @@ heads are padded without a copy, by letting a row's missing heads be those of th
 
 import math
 import os
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from threading import Lock
 
 import torch
 import triton
@@ -30,21 +32,25 @@ from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
 )
 
 from .base import FP8_MAX, FP8_RECORD_BYTES, INDEX_DIM, LATENT_DIM, Scratch
+from .scratch import (
+    CANDIDATE_BYTES,
+    DEEPGEMM_KEYS,
+    DEEPGEMM_KEYS_BYTES,
+    LOGITS_BYTES,
+    PARTIAL_BYTES,
+    flashmla_heads,
+    flashmla_shapes,
+)
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 _ALIGNMENT = 16
-_LOGITS_BYTES = 32 << 20
-_CANDIDATE_BYTES = 8 << 20
 _DEEPGEMM_BYTES = 128 << 20
 """Scores of one call of DeepGEMM."""
-_DEEPGEMM_KEYS = 131_072
-"""Keys that fit the buffer DeepGEMM reads them from: 512K tokens, 16.5 MiB."""
 _DEEPGEMM_ROWS = 512
 _VLLM_TOPK = 512
 """The number of pools vLLM calls its top-k with."""
 _SETTLE_BLOCK = 2048
-_PARTIAL_BYTES = 16 << 20
 _PACK_ROWS = 8
 _ROW_BLOCK, _ROW_WARPS = 512, 4
 _TOPK_BLOCKS = (2048, 8192)
@@ -53,10 +59,6 @@ _ORDER_WARPS = 4
 _LOGITS_LAUNCH = {"num_warps": 4, "num_stages": 4}
 _STRIP = 2048
 """Pools scored by one program."""
-_FLASHMLA_TOPK = 128
-"""FlashMLA reads ids in multiples of this many."""
-_FLASHMLA_ROWS = 1056
-"""Rows of one FlashMLA call with padded heads: eight waves on 132 multiprocessors."""
 
 # Triton reads module constants in kernels only when they are constexpr.
 _E4M3_MAX = tl.constexpr(FP8_MAX)
@@ -1313,13 +1315,12 @@ def _vllm_topk():
 
 def _flashmla_heads(heads: int) -> int:
     """Heads that FlashMLA is called with; 0 where it is not called."""
-    if _flashmla() is None or heads > 128:
-        return 0
-    return 64 if heads <= 64 else 128
+    return 0 if _flashmla() is None else flashmla_heads(heads)
 
 
 _ATTEND_TILES = {16: (32, 4, 3), 32: (64, 8, 2), 64: (32, 8, 3)}
 """Heads of a program -> records of one step, warps, pipeline stages."""
+_COMPILE_THREADS = 8
 _FLASHMLA_MIN_TOKENS = 256
 """Fewer rows leave multiprocessors without one; converting all records would not pay either."""
 
@@ -1338,32 +1339,21 @@ class TritonKernels:
     def _reserve(self, name: str, num_bytes: int, device: torch.device) -> torch.Tensor:
         key = (name, device)
         if key not in self._reserved:
-            self._reserved[key] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            # The first users are the threads of the warm-up.
+            with self._reserving:
+                if key not in self._reserved:
+                    self._reserved[key] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         return self._reserved[key]
 
     def scratch_shapes(
         self, *, max_records: int, max_tokens: int, num_heads: int, width: int
     ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """See :meth:`SparseMLAKernels.scratch_shapes`.
-
-        Latents in bf16, row ids with masked columns; for head counts that are padded also a chunk
-        of queries and a chunk of results.
-        """
-        padded = _flashmla_heads(num_heads)
-        if not padded:
+        """See :meth:`SparseMLAKernels.scratch_shapes`: what FlashMLA takes, where it is used."""
+        if _flashmla() is None:
             return []
-        columns = triton.cdiv(width, _FLASHMLA_TOPK) * _FLASHMLA_TOPK
-        shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
-            ((max_records, LATENT_DIM), torch.bfloat16),
-            ((max_tokens, columns), torch.int32),
-        ]
-        if padded != num_heads:
-            rows = min(max_tokens, _FLASHMLA_ROWS)
-            shapes += [
-                ((rows * num_heads + padded - num_heads, LATENT_DIM), torch.bfloat16),
-                ((rows, padded, LATENT_DIM), torch.bfloat16),
-            ]
-        return shapes
+        return flashmla_shapes(
+            max_records=max_records, max_tokens=max_tokens, num_heads=num_heads, width=width
+        )
 
     def write_records(self, latents, cache, slot_mapping) -> None:
         """See :meth:`SparseMLAKernels.write_records`."""
@@ -1549,7 +1539,7 @@ class TritonKernels:
         block = _TOPK_BLOCKS[0] if max(limit, slots) <= _TOPK_BLOCKS[0] else _TOPK_BLOCKS[-1]
         blocks = triton.cdiv(limit, block)
         candidates = [
-            self._reserve(name, _CANDIDATE_BYTES, device).view(torch.float32)
+            self._reserve(name, CANDIDATE_BYTES, device).view(torch.float32)
             for name in ("candidates", "more candidates")
         ]
         half = candidates[0].numel() // 2
@@ -1567,14 +1557,14 @@ class TritonKernels:
         if score is not None:
             chunk = min(chunk, _DEEPGEMM_BYTES // (limit * 4))
         else:
-            chunk = min(chunk, _LOGITS_BYTES // (limit * 4))
+            chunk = min(chunk, LOGITS_BYTES // (limit * 4))
             score = self._triton_scorer(
                 q_fp8, weights, index_pages, page_table, req_id, pool_counts, limit, decoding
             )
         if chunk <= 0:
             raise ValueError(
                 f"a table of {page_table.shape[1]} pages needs {limit * 4} bytes of scores a row, "
-                f"{_LOGITS_BYTES} are reserved"
+                f"{LOGITS_BYTES} are reserved"
             )
         for row0 in range(0, rows, chunk):
             count = min(chunk, rows - row0)
@@ -1657,7 +1647,7 @@ class TritonKernels:
     ):
         """A function of (first row, rows) that returns their scores, in the reserved buffer."""
         heads = q_fp8.shape[1]
-        logits = self._reserve("logits", _LOGITS_BYTES, q_fp8.device).view(torch.float32)
+        logits = self._reserve("logits", LOGITS_BYTES, q_fp8.device).view(torch.float32)
         per_tile = 1 if decoding else 4
         head_slots = max(triton.next_power_of_2(heads), 16 if per_tile == 1 else 4)
 
@@ -1700,16 +1690,16 @@ class TritonKernels:
         if (
             _deepgemm() is None
             or heads not in (32, 64)
-            or keys > _DEEPGEMM_KEYS
+            or keys > DEEPGEMM_KEYS
             # Its programs own rows, so that few rows leave multiprocessors idle.
             or min(chunk, _DEEPGEMM_BYTES // (limit * 4)) < _DEEPGEMM_ROWS
             or not (q_fp8.is_contiguous() and weights.is_contiguous())
         ):
             return None
         device = q_fp8.device
-        buffer = self._reserve("keys", _DEEPGEMM_KEYS * INDEX_RECORD_BYTES, device)
+        buffer = self._reserve("keys", DEEPGEMM_KEYS_BYTES, device)
         key = buffer[: keys * INDEX_DIM].view(torch.float8_e4m3fn).view(keys, INDEX_DIM)
-        scale = buffer[_DEEPGEMM_KEYS * INDEX_DIM :].view(torch.float32)[:keys]
+        scale = buffer[DEEPGEMM_KEYS * INDEX_DIM :].view(torch.float32)[:keys]
         _spread_keys_kernel[(requests * columns,)](
             _words(pages),
             pages.shape[0],
@@ -1932,12 +1922,12 @@ class TritonKernels:
         splits = min(
             triton.cdiv(264, programs),
             max(1, width // 256),
-            max(1, _PARTIAL_BYTES // (rows * heads * (LATENT_DIM + 1) * 4)),
+            max(1, PARTIAL_BYTES // (rows * heads * (LATENT_DIM + 1) * 4)),
         )
         part = triton.cdiv(triton.cdiv(width, splits), columns) * columns
         partial = partial_lse = lse
         if splits > 1:
-            buffer = self._reserve("partial", _PARTIAL_BYTES, q.device).view(torch.float32)
+            buffer = self._reserve("partial", PARTIAL_BYTES, q.device).view(torch.float32)
             size = rows * splits * heads
             partial, partial_lse = buffer, buffer[size * LATENT_DIM :]
         _attend_kernel[(programs, splits)](
@@ -2078,16 +2068,26 @@ class TritonKernels:
         def halves(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.bfloat16, device=device)
 
-        # Records and pools.
         cache = octets(1, POOLS_PER_INDEX_PAGE, FP8_RECORD_BYTES)
         index_cache = octets(1, POOLS_PER_INDEX_PAGE, INDEX_RECORD_BYTES)
         one = ints(1, fill=1)
         table, zero = ints(1, 1), ints(1)
-        self.write_records(halves(1, LATENT_DIM), cache, long(1))
-        packed = octets(1, POOLS_PER_INDEX_PAGE, record_bytes)
-        self.pack_records(packed, table, one, zero, octets(1, record_bytes))
-        self.pack_pools(index_cache, table, one, zero, octets(1, INDEX_RECORD_BYTES))
-        for tail in (None, halves(1, 2, pool_size, INDEX_DIM)):
+
+        def records_and_pools() -> None:
+            self.write_records(halves(1, LATENT_DIM), cache, long(1))
+            packed = octets(1, POOLS_PER_INDEX_PAGE, record_bytes)
+            self.pack_records(packed, table, one, zero, octets(1, record_bytes))
+            self.pack_pools(index_cache, table, one, zero, octets(1, INDEX_RECORD_BYTES))
+            self.unpack_pools(
+                octets(world, INDEX_RECORD_BYTES),
+                ints(world, 1),
+                one,
+                pool_interleave,
+                octets(1, INDEX_PAGE_BYTES),
+                zero,
+            )
+
+        def new_pools(tail: torch.Tensor | None) -> None:
             self.write_pools(
                 halves(pool_size, INDEX_DIM),
                 halves(pool_size, INDEX_DIM),
@@ -2099,66 +2099,82 @@ class TritonKernels:
                 torch.arange(pool_size, device=device),
                 ints(2, fill=pool_size),
             )
-        self.unpack_pools(
-            octets(world, INDEX_RECORD_BYTES),
-            ints(world, 1),
-            one,
-            pool_interleave,
-            octets(1, INDEX_PAGE_BYTES),
-            zero,
-        )
 
-        # Selection: both tile heights, every block size, one and several passes.
-        for rows in (1, 8) if index_heads else ():
-            q_fp8 = octets(rows, index_heads, INDEX_DIM).view(torch.float8_e4m3fn)
-            weights = torch.zeros(rows, index_heads, device=device)
-            for pools in (1, _TOPK_BLOCKS[0] + 1, _TOPK_BLOCKS[1] + 1):
-                pages = ints(1, triton.cdiv(pools, POOLS_PER_INDEX_PAGE))
-                self.select_pools(
-                    q_fp8, weights, index_cache, pages, ints(rows), ints(rows, fill=1), topk
-                )
-        if index_heads and _deepgemm() is not None:
-            # A peak that the memory profiler has to know of.
-            octets(_DEEPGEMM_BYTES)
-            rows = _DEEPGEMM_ROWS
+        def selection(rows: int, pools: int) -> None:
             self.select_pools(
                 octets(rows, index_heads, INDEX_DIM).view(torch.float8_e4m3fn),
                 torch.zeros(rows, index_heads, device=device),
                 index_cache,
-                table,
+                ints(1, triton.cdiv(pools, POOLS_PER_INDEX_PAGE)),
                 ints(rows),
                 ints(rows, fill=1),
                 topk,
             )
-        if world > 1:
-            columns = world * topk
-            self.merge_pool_candidates(
-                torch.zeros(1, columns, device=device), ints(1, columns, fill=-1), topk
+
+        def merged() -> None:
+            scores = torch.zeros(1, world * topk, device=device)
+            self.merge_pool_candidates(scores, ints(1, world * topk, fill=-1), topk)
+
+        def token_rows() -> None:
+            self.expand_pools(ints(1, topk), long(1), pool_size, width)
+            ids = ints(1, width)
+            for counts in (None, one):
+                self.remap(ids, zero, ints(world, 1), 1, world, interleave, counts=counts)
+            self.filter_local(ids, zero, table, 1, 1, 0, world, interleave)
+
+        def attention(rows: int, heads: int, scratch: Scratch = ()) -> None:
+            self.attend(
+                halves(rows, heads, LATENT_DIM),
+                cache[0, :1],
+                ints(rows, width),
+                ints(rows),
+                1.0,
+                scratch=scratch,
             )
 
-        # Rows and attention.
-        self.expand_pools(ints(1, topk), long(1), pool_size, width)
-        ids = ints(1, width)
-        for counts in (None, one):
-            self.remap(ids, zero, ints(world, 1), 1, world, interleave, counts=counts)
-        self.filter_local(ids, zero, table, 1, 1, 0, world, interleave)
-        records = cache[0]
+        # Both tile heights, every block size, one and several passes.
+        tasks: list[Callable[[], None]] = [
+            partial(selection, rows, pools)
+            for rows in ((1, 8) if index_heads else ())
+            for pools in (1, _TOPK_BLOCKS[0] + 1, _TOPK_BLOCKS[1] + 1)
+        ]
+        if index_heads and _deepgemm() is not None:
+            # A peak that the memory profiler has to know of.
+            octets(_DEEPGEMM_BYTES)
+            tasks.append(partial(selection, _DEEPGEMM_ROWS, 1))
+        if world > 1:
+            tasks.append(merged)
         for heads in head_counts:
             # Rows enough for every split count from many to none.
-            for rows in (1, 512):
-                self.attend(
-                    halves(rows, heads, LATENT_DIM), records, ints(rows, width), ints(rows), 1.0
-                )
+            tasks += [partial(attention, rows, heads) for rows in (1, 512)]
             shapes = self.scratch_shapes(
                 max_records=1, max_tokens=_FLASHMLA_MIN_TOKENS, num_heads=heads, width=width
             )
             if shapes:
-                rows = _FLASHMLA_MIN_TOKENS
-                self.attend(
-                    halves(rows, heads, LATENT_DIM),
-                    records[:1],
-                    ints(rows, width),
-                    ints(rows),
-                    1.0,
-                    scratch=[torch.empty(s, dtype=d, device=device) for s, d in shapes],
-                )
+                scratch = [torch.empty(s, dtype=d, device=device) for s, d in shapes]
+                tasks.append(partial(attention, _FLASHMLA_MIN_TOKENS, heads, scratch))
+        tail = halves(1, 2, pool_size, INDEX_DIM)
+        tasks += [records_and_pools, token_rows, partial(new_pools, None), partial(new_pools, tail)]
+        _run_tasks(tasks, device)
+
+
+def _run_tasks(tasks: Sequence[Callable[[], None]], device: torch.device) -> None:
+    """Run ``tasks``, which mostly compile, side by side.
+
+    Ranks of one machine begin at different places, so that each finds much of what it needs in the
+    cache on disk, compiled by another. The interpreter compiles nothing and takes one at a time.
+    """
+    if _INTERPRETED:
+        for task in tasks:
+            task()
+        return
+
+    def run(task: Callable[[], None]) -> None:
+        # Both are properties of a thread.
+        with torch.cuda.device(device), torch.inference_mode():
+            task()
+
+    first = (device.index or 0) * len(tasks) // torch.cuda.device_count()
+    with ThreadPoolExecutor(_COMPILE_THREADS) as pool:
+        for done in [pool.submit(run, task) for task in (*tasks[first:], *tasks[:first])]:
+            done.result()
