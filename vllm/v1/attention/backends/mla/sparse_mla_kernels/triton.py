@@ -1335,6 +1335,7 @@ class TritonKernels:
 
     def __init__(self) -> None:
         self._reserved: dict[tuple[str, torch.device], torch.Tensor] = {}
+        self._reserving = Lock()
 
     def _reserve(self, name: str, num_bytes: int, device: torch.device) -> torch.Tensor:
         key = (name, device)
