@@ -424,6 +424,26 @@ def test_selection_against_fp64_with_ties_and_short_rows(kernels):
         assert ids[row].tolist() == [-1] * topk and bool((scores[row] == -math.inf).all())
 
 
+def test_case_9_masked_rows_beside_a_long_prompt(kernels):
+    """A 2-token prompt has no pool, a prompt of 30,000 tokens has 7,500."""
+    pools, topk = 7500, 16
+    (q, w), pages = queries(4), -(-pools // PLACES)
+    table = torch.stack([torch.full((pages,), POISON), torch.arange(pages)]).int()
+    counts, req = int32([0, 0, pools, pools - 1]), int32([0, 0, 1, 1])
+    ids, scores = kernels.select_pools(q, w, planar(random_index(pools)), table, req, counts, topk)
+    assert bool((ids[:2] == -1).all()) and bool((scores[:2] == -math.inf).all())
+    for row in (2, 3):
+        assert ids[row].unique().numel() == topk
+        assert int(ids[row].min()) >= 0 and int(ids[row].max()) < int(counts[row])
+    records = ref.quantize_records(torch.randn(40, 512))
+    rows = torch.arange(16).int().repeat(4, 1)
+    rows[:2] = -1
+    query = torch.randn(4, 2, 512).bfloat16()
+    out, lse = kernels.attend(query, records, rows, int32([0, 0, 16, 3]), 512**-0.5)
+    assert bool((out[:2] == 0).all()) and bool((lse[:2] == -math.inf).all())
+    assert bool((out[2:] != 0).any(-1).all()) and bool(lse[2:].isfinite().all())
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_ordinary_merge_equals_the_single_rank_selection(kernels, world):
     pools, interleave, topk = 300, 2, 32
