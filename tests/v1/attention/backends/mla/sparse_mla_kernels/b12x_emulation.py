@@ -93,6 +93,7 @@ class _Selection:
         self.layout = scratch.plan_indexer_scratch(caps)
 
     def bind(self, **tensors):
+        self.scratch = tensors["scratch"]
         return self.layout.bind(**tensors)
 
     def run(
@@ -117,7 +118,10 @@ class _Selection:
                     "cache": index_k_cache,
                     "table": table,
                     "lengths": lengths,
+                    "capacity": runtime.active_width,
                     "ids": output_indices,
+                    "scores": output_scores,
+                    "scratch": self.scratch,
                 },
             )
         )
@@ -171,7 +175,12 @@ class _Writer:
         assert cache.shape[1] == self.plan.page_size
         assert slots.dtype == self.plan.slot_dtype
         self.log.append(
-            Launch("write", slots.shape[0], self.plan, {"latents": latents, "cache": cache})
+            Launch(
+                "write",
+                slots.shape[0],
+                self.plan,
+                {"latents": latents, "cache": cache, "slots": slots},
+            )
         )
         capacity = cache.shape[0] * cache.shape[1]
         keep = (slots >= 0) & (slots < capacity)
