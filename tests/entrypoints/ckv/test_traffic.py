@@ -63,6 +63,7 @@ def test_the_cache_takes_what_is_left_if_asked():
 def memory(**changes):
     found = {"tensors": 10, "tensor_bytes": 100, "resident": 1 << 30, "locked": True}
     found |= {"allocated": 500, "reserved": 600, "retries": 0, "ooms": 0}
+    found |= {"allocated_peak": 570, "reserved_peak": 600, "device_used": 900, "profiled": 70}
     return found | {"workspace": [[64, 1000]]} | changes
 
 
@@ -154,6 +155,7 @@ def test_a_missing_wave_is_a_violation():
         ({"memory": [memory(), memory(tensors=11)]}, "rank 1: tensors grew"),
         ({"memory": [memory(tensor_bytes=101), memory()]}, "rank 0: tensor_bytes grew"),
         ({"memory": [memory(allocated=501), memory()]}, "allocated grew"),
+        ({"memory": [memory(), memory(allocated_peak=571)]}, "held 71 bytes for a moment"),
         ({"memory": [memory(reserved=601), memory()]}, "reserved grew"),
         ({"memory": [memory(resident=(1 << 30) + (65 << 20)), memory()]}, "resident grew"),
         ({"memory": [memory(workspace=[[64, 1001]]), memory()]}, "the workspace was"),
@@ -168,7 +170,7 @@ def test_what_is_kept_is_found(changes, said):
 
 
 def test_growth_in_the_first_half_is_no_leak():
-    small = make_wave(memory=[memory(tensors=3, allocated=9)] * 2)
+    small = make_wave(memory=[memory(tensors=3, allocated=9, allocated_peak=79)] * 2)
     assert traffic.find_leaks("x", make_side(small, *[make_wave()] * 2)) == []
 
 

@@ -550,6 +550,14 @@ def find_leaks(name: str, side: Side) -> list[str]:
                     f"{where}: {what} grew over the second half from {values[0]:,} to "
                     f"{max(values):,}, allowed are {allowed:,} more"
                 )
+        for sample in samples:
+            held = sample.get("allocated_peak", 0) - sample.get("allocated", 0)
+            if held > sample.get("profiled", held):
+                found.append(
+                    f"{where}: a batch held {held:,} bytes for a moment, the profiling run saw "
+                    f"{sample['profiled']:,}"
+                )
+                break
         for what in ("retries", "ooms"):
             if what in start and samples[-1][what] != start[what]:
                 found.append(f"{where}: {samples[-1][what] - start[what]} {what} of the allocator")
@@ -593,7 +601,7 @@ def find_gaps(on: Side, off: Side, scale: Scale, *, short_of_blocks: bool) -> li
 
 
 def summary(side: Side) -> dict[str, Any]:
-    """One side in numbers; memory of rank 0 after the start, in the middle and at the end."""
+    """One side in numbers; memory of rank 0 after the start, in the middle, at the end, at most."""
     requests = [request for wave in side.waves for request in wave.requests]
     counters = [wave.counters for wave in side.waves]
     refused: dict[str, int] = {}
@@ -623,6 +631,11 @@ def summary(side: Side) -> dict[str, Any]:
             "start": side.memory[0],
             "middle": middle.memory[0],
             "end": side.waves[-1].memory[0],
+            "largest": {
+                name: max(wave.memory[0][name] for wave in side.waves)
+                for name in ("allocated_peak", "reserved_peak", "device_used")
+                if name in side.memory[0]
+            },
         },
     }
 
