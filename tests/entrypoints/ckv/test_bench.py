@@ -73,7 +73,7 @@ def fake():
 
 
 def test_two_servers_in_turn_with_prompts_no_cache_has_seen(fake, tmp_path, capsys):
-    on, off = fake(delay=0.01), fake(delay=0.04)
+    on, off = fake(delay=0.0), fake(delay=0.4)
     document, picture = tmp_path / "result.json", tmp_path / "result.png"
     command = ["bench", "--on", on.url, "--off", f"{off.url}/v1", "--lengths", "64", "128", "9999"]
     command += ["--samples", "3", "--json", str(document), "--plot", str(picture)]
@@ -95,7 +95,7 @@ def test_two_servers_in_turn_with_prompts_no_cache_has_seen(fake, tmp_path, caps
 
 
 def test_one_server_after_the_other_then_compared(fake, tmp_path, capsys):
-    for label, delay in (("on", 0.0), ("off", 0.02)):
+    for label, delay in (("on", 0.0), ("off", 0.4)):
         command = ["bench", "--url", fake(delay=delay).url, "--label", label, "--lengths", "32"]
         assert (
             cli.main([*command, "--samples", "2", "--json", str(tmp_path / f"{label}.json")]) == 0
@@ -149,7 +149,6 @@ def test_a_gather_that_never_happened_is_said():
         (["--url", "http://127.0.0.1:9", "--lengths", "0"], "--lengths 0 is no prompt"),
         (["--model", "small", "--tp", "4", "--dcp", "3"], "that divides --tp"),
         (["--model", "small", "--tp", "1"], "give a --dcp of 2 or more"),
-        (["--model", "small", "--engine", "{"], "--engine is not JSON"),
         (["--model", "some/folder", "--device", "cpu"], "on the reference platform"),
         (["--model", "small", "--tp", "512", "--device", "gpu"], "pass --device cpu"),
         (["--compare", "no.json", "no.json"], "write one with --json"),

@@ -266,12 +266,22 @@ def test_rows_and_break_even(sizes):
         ({"interleave": 0}, "--interleave 0 is not possible"),
         ({"max_num_seqs": 0}, "--max-num-seqs 0 is not possible"),
         ({"link_gbps": 0.0}, "--link-gbps 0 is not a speed"),
+        ({"max_tokens": 0}, "--max-tokens 0 is not possible"),
+        ({"max_tokens": 524_289}, "--max-tokens 524289 is above the 524288"),
+        ({"block_size": 300}, "--block-size 300 is no multiple of 256: leave it out"),
+        ({"block_size": -256}, "or give 256"),
+        ({"speculative_tokens": -1}, "--num-speculative-tokens -1 is not possible"),
     ],
 )
 def test_sizes_that_do_not_go_together_say_what_to_do(sizes, changes, words):
     with pytest.raises(ValueError, match=r"choose|set|give") as error:
         make(sizes, **changes)
     assert words in str(error.value)
+
+
+def test_a_length_of_nothing_is_not_the_models(capsys):
+    assert cli.main(["plan", str(MODEL), "--max-model-len", "0"]) == 2
+    assert "--max-model-len 0 is not possible: give at least 1" in capsys.readouterr().out
 
 
 def test_an_unknown_gpu_lists_the_known():

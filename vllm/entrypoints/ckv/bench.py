@@ -30,7 +30,9 @@ from vllm.entrypoints.ckv.engine import (
 )
 from vllm.entrypoints.ckv.output import (
     UsageError,
+    check_folders,
     format_table,
+    json_object,
     new_figure,
     save_figure,
     versions,
@@ -43,6 +45,8 @@ examples:
   vllm-ckv bench --compare on.json off.json
   vllm-ckv bench --model MODEL --tp 4                                      offline
   vllm-ckv bench --model small                                             minutes, on a CPU
+
+exit status: 0, 1 if an engine failed, 2 for input that cannot be used
 """
 
 KIND = "vllm-ckv bench"
@@ -50,6 +54,9 @@ ON, OFF = "on", "off"
 SMALL = "small"
 LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 SMALL_LENGTHS = (512, 1024, 2048)
+POOL_SIZE = 4
+"""Tokens of an index pool of glm5_next."""
+
 FIRST_TOKEN = 3
 """Ids below are padding, start and end in many vocabularies."""
 
@@ -203,7 +210,7 @@ def make_jobs(
         "decode_context_parallel_size": arguments.dcp or arguments.tp,
         "cp_kv_cache_interleave_size": arguments.interleave,
         **extra,
-        **json.loads(arguments.engine),
+        **arguments.engine,
     }
     if not any(model.glob("*.safetensors")):
         engine.setdefault("load_format", "dummy")
@@ -402,7 +409,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     offline.add_argument("--interleave", type=int, default=4, help="default: 4")
     offline.add_argument("--chunk", type=int, default=8192, help="--max-num-batched-tokens")
     offline.add_argument(
-        "--engine", default="{}", metavar="JSON", help="further arguments of vllm.LLM"
+        "--engine",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help="further arguments of vllm.LLM",
     )
     offline.add_argument("--device", choices=("auto", "gpu", "cpu"), default="auto")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the samples here")
@@ -459,10 +470,11 @@ def _offline(arguments: argparse.Namespace, seed: int) -> list[Series]:
             f"--model {arguments.model} needs {ranks} GPUs, found {gpus}; without them only "
             f"--model {SMALL} runs, on the reference platform"
         )
-    try:
-        json.loads(arguments.engine)
-    except ValueError as error:
-        raise UsageError(f"--engine is not JSON: {error}") from error
+    if arguments.interleave < 1 or arguments.interleave % POOL_SIZE:
+        raise UsageError(
+            f"--interleave {arguments.interleave} would split an index pool of {POOL_SIZE} tokens "
+            f"over ranks: give {POOL_SIZE} or another multiple of it"
+        )
     folder = Path(tempfile.mkdtemp(prefix="vllm-ckv-bench-"))
     extra: dict[str, Any] = {}
     vocabulary = arguments.vocabulary
@@ -510,6 +522,7 @@ def run(arguments: argparse.Namespace) -> int:
     measure = _offline if arguments.model else _serving
     try:
         _check(arguments)
+        check_folders(json=arguments.json, plot=arguments.plot)
         if arguments.plot is not None:
             new_figure()  # a missing matplotlib shows before the work
         series = compare(arguments.compare) if arguments.compare else measure(arguments, seed)

@@ -20,7 +20,7 @@ from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Any
 
-from vllm.entrypoints.ckv.output import versions
+from vllm.entrypoints.ckv.output import UsageError, check_folders, versions
 
 ENVIRONMENT = (
     "VLLM_PLUGINS",
@@ -337,12 +337,21 @@ def examine(*, self_test: bool = True) -> Report:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
+    parser.epilog = (
+        "exit status: 0 if this machine is ready, 1 if there are problems. The report has no paths "
+        "and no keys: paste it into a bug report."
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report here")
     parser.add_argument("--no-self-test", action="store_true", help="leave the self-test out")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command. Returns the exit status: 0 ready, 1 with problems."""
+    """Run the command. Returns the exit status: 0 ready, 1 with problems, 2 for misuse."""
+    try:
+        check_folders(json=arguments.json)
+    except UsageError as error:
+        print(f"vllm-ckv doctor: {error}")
+        return 2
     report = examine(self_test=not arguments.no_self_test)
     print(report.text())
     if arguments.json is not None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import platform
 from collections.abc import Sequence
@@ -33,6 +35,28 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             if name in NEEDED:
                 found[name] = "not installed"
+    return found
+
+
+def check_folders(**files: Path | None) -> None:
+    """Check, before the work, that what will be written has a folder; options by name.
+
+    Raises:
+        UsageError: a folder is missing.
+    """
+    for option, path in files.items():
+        if path is not None and not path.parent.is_dir():
+            raise UsageError(f"--{option}: there is no folder {path.parent}, make it first")
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The type of an option that takes a JSON object."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object, {{...}}")
     return found
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from vllm.entrypoints.ckv.output import (
     UsageError,
+    check_folders,
     format_table,
     new_figure,
     save_figure,
@@ -383,7 +384,20 @@ def make_plan(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         interleave=interleave,
+        max_tokens=1 if max_tokens is None else max_tokens,
     )
+    if max_tokens is not None and max_tokens > MAX_VISIBLE_TOKENS:
+        raise UsageError(
+            f"--max-tokens {max_tokens} is above the {MAX_VISIBLE_TOKENS} tokens that a gather "
+            "takes: give less, or leave it out"
+        )
+    if block_size is not None and (block_size < 1 or block_size % KERNEL_BLOCK):
+        raise UsageError(
+            f"--block-size {block_size} is no multiple of {KERNEL_BLOCK}: leave it out, vLLM "
+            f"chooses one, or give {-(-max(block_size, 1) // KERNEL_BLOCK) * KERNEL_BLOCK}"
+        )
+    if speculative_tokens < 0:
+        raise UsageError(f"--num-speculative-tokens {speculative_tokens} is not possible: give 0")
     link = gpu.link_gbps * LINK_EFFICIENCY if link_gbps is None else link_gbps
     if not link > 0:
         raise UsageError(f"--link-gbps {link:g} is not a speed: give GB/s above 0")
@@ -597,6 +611,9 @@ def find_gpu(name: str | None) -> tuple[Gpu, bool]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
+    parser.epilog = (
+        "Needs a config.json and no GPU. exit status: 0, or 2 for input that cannot be planned."
+    )
     parser.add_argument(
         "model",
         metavar="MODEL_OR_CONFIG",
@@ -638,6 +655,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command. Returns the exit status: 0, or 2 for input that cannot be planned."""
     try:
+        check_folders(json=arguments.json, plot=arguments.plot)
         sizes = read_model(arguments.model)
         gpu, assumed = find_gpu(arguments.gpu)
         plan = make_plan(
@@ -646,7 +664,9 @@ def run(arguments: argparse.Namespace) -> int:
             gpu_assumed=assumed,
             tp=arguments.tp,
             dcp=arguments.tp if arguments.dcp is None else arguments.dcp,
-            max_model_len=arguments.max_model_len or sizes.max_model_len,
+            max_model_len=(
+                sizes.max_model_len if arguments.max_model_len is None else arguments.max_model_len
+            ),
             max_num_seqs=arguments.max_num_seqs,
             max_num_batched_tokens=arguments.max_num_batched_tokens,
             interleave=arguments.interleave,

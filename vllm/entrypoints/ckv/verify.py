@@ -313,18 +313,12 @@ def choose_sizes(wanted: str, use_gpu: bool) -> Sizes:
     return FOR_B12X if type(get_kernels()).__name__ == "B12xKernels" else SMALL
 
 
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object, {{...}}")
-    return found
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
+    parser.epilog = (
+        "exit status: 0 if the outputs agree, 1 if they do not or an engine failed, 2 for input "
+        "that cannot be used"
+    )
     parser.add_argument(
         "--dcp", type=int, default=2, choices=(2, 4), help="ranks that share the KV cache"
     )
@@ -346,7 +340,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--engine",
-        type=_json_object,
+        type=output.json_object,
         default={},
         metavar="JSON",
         help="further arguments of vllm.LLM, such as '{\"enforce_eager\": false}' for CUDA graphs",
@@ -372,12 +366,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.device == "gpu" and gpus < dcp:
         print(f"vllm-ckv verify: --dcp {dcp} needs {dcp} GPUs, found {gpus}; pass --device cpu")
         return 2
-    if arguments.json is not None and not arguments.json.parent.is_dir():
-        print(f"vllm-ckv verify: --json: there is no folder {arguments.json.parent}")
-        return 2
     use_gpu = gpus >= dcp and arguments.device != "cpu"
     sizes = choose_sizes(arguments.sizes, use_gpu)
     try:
+        output.check_folders(json=arguments.json)
         cases = make_cases(_read_text(arguments.text), dcp, sizes.index_topk)
     except (OSError, ValueError) as error:
         print(f"vllm-ckv verify: {error}")
