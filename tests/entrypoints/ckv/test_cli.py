@@ -5,11 +5,12 @@ import pkgutil
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
-from vllm.entrypoints.ckv import cli
+from vllm.entrypoints.ckv import cli, output
 
 ROOT = Path(__file__).parents[3]
 
@@ -61,6 +62,19 @@ def test_engine_arguments_are_an_object(command, text, words, capsys):
     with pytest.raises(SystemExit) as status:
         cli.main([*command, "--engine", text])
     assert status.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_versions_tell_what_is_missing(monkeypatch):
+    def version(name):
+        if name in ("b12x", "flashinfer-python"):
+            raise PackageNotFoundError(name)
+        return "1.2"
+
+    monkeypatch.setattr(output, "version", version)
+    found = output.versions()
+    assert found["b12x"] == "not installed" and "flashinfer-python" not in found
+    assert found["vllm"] == found["nvidia-cutlass-dsl"] == "1.2"
+    assert found["python"] in sys.version and found["system"].startswith("Linux")
 
 
 MODEL = str(Path(__file__).parent / "models" / "flash_slice")

@@ -17,10 +17,18 @@ class UsageError(ValueError):
     """Input that cannot be used; the message says what to do. Commands end with status 2."""
 
 
-NEEDED = ("vllm-b12x-ckv", "vllm", "torch", "triton", "transformers", "b12x")
+NEEDED = (
+    "vllm-b12x-ckv",
+    "vllm",
+    "torch",
+    "triton",
+    "transformers",
+    "b12x",
+    "nvidia-cutlass-dsl",
+)
 """Packages whose absence says something as well."""
 
-FURTHER = ("nvidia-cutlass-dsl", "flashinfer-python", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+FURTHER = ("flashinfer-python", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
 def versions() -> dict[str, str]:
