@@ -2133,8 +2133,10 @@ class TritonKernels:
                 scratch=scratch,
             )
 
-        # Both tile heights, every block size, one and several passes.
-        tasks: list[Callable[[], None]] = [
+        # Of the selection: both tile heights, every block size, one and several passes.
+        tail = halves(1, 2, pool_size, INDEX_DIM)
+        tasks = [records_and_pools, token_rows, partial(new_pools, None), partial(new_pools, tail)]
+        tasks += [
             partial(selection, rows, pools)
             for rows in ((1, 8) if index_heads else ())
             for pools in (1, _TOPK_BLOCKS[0] + 1, _TOPK_BLOCKS[1] + 1)
@@ -2154,8 +2156,6 @@ class TritonKernels:
             if shapes:
                 scratch = [torch.empty(s, dtype=d, device=device) for s, d in shapes]
                 tasks.append(partial(attention, _FLASHMLA_MIN_TOKENS, heads, scratch))
-        tail = halves(1, 2, pool_size, INDEX_DIM)
-        tasks += [records_and_pools, token_rows, partial(new_pools, None), partial(new_pools, tail)]
         _run_tasks(tasks, device)
 
 
@@ -2165,7 +2165,7 @@ def _run_tasks(tasks: Sequence[Callable[[], None]], device: torch.device) -> Non
     Ranks of one machine begin at different places, so that each finds much of what it needs in the
     cache on disk, compiled by another. The interpreter compiles nothing and takes one at a time.
     """
-    if _INTERPRETED:
+    if device.type != "cuda":
         for task in tasks:
             task()
         return
