@@ -1274,7 +1274,9 @@ def _check_inner(**tensors: torch.Tensor) -> None:
 
 @cache
 def _capability() -> tuple[int, int]:
-    return (0, 0) if _INTERPRETED else torch.cuda.get_device_capability()
+    if _INTERPRETED or not torch.cuda.is_available():
+        return (0, 0)
+    return torch.cuda.get_device_capability()
 
 
 def _native_e4m3() -> bool:
@@ -2135,7 +2137,8 @@ class TritonKernels:
 
         # Of the selection: both tile heights, every block size, one and several passes.
         tail = halves(1, 2, pool_size, INDEX_DIM)
-        tasks = [records_and_pools, token_rows, partial(new_pools, None), partial(new_pools, tail)]
+        tasks: list[Callable[[], None]] = [records_and_pools, token_rows]
+        tasks += [partial(new_pools, None), partial(new_pools, tail)]
         tasks += [
             partial(selection, rows, pools)
             for rows in ((1, 8) if index_heads else ())
