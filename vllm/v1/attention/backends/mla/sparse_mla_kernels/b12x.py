@@ -11,9 +11,10 @@ after the warm-up:
 
 * Records are read as flat rows, never as pages: row ids are what the callers have anyway, and one
   program then serves the local cache of any page size and the gathered buffer.
-* Index pages are addressed in units of 16 bytes: the page table that b12x sees holds
-  ``page * (page stride / 16)``, and the cache it sees is a view whose pages start 16 bytes apart.
-  b12x compiles the page stride into its program; this way it is the same for every cache.
+* Index pages are addressed in units (:attr:`Sizes.page_unit`) of 528 bytes, or 16 beside NVFP4
+  records: the page table that b12x sees holds ``page * (page stride / unit)``, and the cache it
+  sees is a view whose pages start one unit apart. b12x compiles the page stride into its program;
+  this way it is the same for every cache.
 * Attention of many rows goes through one plan per head count, in pieces of its row limit. Few rows
   are split over the columns, by one plan for every power of two.
 
@@ -53,8 +54,6 @@ _LN2 = math.log(2)
 
 FLAT_PAGE = 64
 """Page size of plans over flat rows. Any would do."""
-PAGE_UNIT = 16
-"""Bytes between the pages of the view that selection sees."""
 MAX_PAGES = 8192
 """Columns of the widest page table: 524,288 pools, 2,097,152 tokens."""
 DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -103,6 +102,16 @@ class Sizes:
     topk: int
     width: int
     scale: float
+
+    @property
+    def page_unit(self) -> int:
+        """Bytes between the pages of the view of an index cache that selection sees.
+
+        Index pages are whole pages apart where vLLM cuts its blocks into them, else whole blocks,
+        which are whole records. Page tables are int32, and vLLM spreads the pages of a layer over
+        all memory that it has for caches: 2^31 units are 1.1 TB for FP8, 34 GB for NVFP4 records.
+        """
+        return math.gcd(self.record_bytes, INDEX_PAGE_BYTES)
 
     def __post_init__(self) -> None:
         _check(
@@ -249,7 +258,7 @@ def selection_operands(sizes: Sizes, *, rows: int) -> dict[str, dict[str, Any]]:
     return {
         "q_fp8": operand("float8_e4m3fn", rows, heads, INDEX_DIM),
         "query_weights": operand("float32", rows, heads),
-        "index_k_cache": operand("uint8", 1, INDEX_PAGE_BYTES, strides=(PAGE_UNIT, 1)),
+        "index_k_cache": operand("uint8", 1, INDEX_PAGE_BYTES, strides=(sizes.page_unit, 1)),
         "page_table": operand("int32", rows, MAX_PAGES),
         "cache_lengths": operand("int32", rows),
         "active_width": operand("int32", 1),
@@ -487,24 +496,24 @@ def _check_aligned(name: str, tensor: torch.Tensor, multiple: int, *strides: int
     )
 
 
-def page_units(pages: int, page_stride: int) -> int:
-    """The page stride of an index cache in units of ``PAGE_UNIT``.
+def page_units(pages: int, page_stride: int, unit: int) -> int:
+    """The page stride of an index cache in units.
 
-    page_stride: bytes.
+    page_stride, unit: bytes.
 
     Raises:
         ValueError: pages do not start on units, or the last one has no int32 number of units.
     """
     _check(
-        page_stride % PAGE_UNIT == 0 and page_stride >= INDEX_PAGE_BYTES,
-        f"index pages lie {page_stride} bytes apart, need a multiple of {PAGE_UNIT} and at least "
+        page_stride % unit == 0 and page_stride >= INDEX_PAGE_BYTES,
+        f"index pages lie {page_stride} bytes apart, need a multiple of {unit} and at least "
         f"{INDEX_PAGE_BYTES}",
     )
-    units = page_stride // PAGE_UNIT
+    units = page_stride // unit
     _check(
         (pages - 1) * units <= _INT32_MAX,
         f"an index cache of {pages:,} pages, {page_stride:,} bytes apart, spans "
-        f"{pages * page_stride:,} bytes; selection reaches {(_INT32_MAX + 1) * PAGE_UNIT:,}: lower "
+        f"{pages * page_stride:,} bytes; selection reaches {(_INT32_MAX + 1) * unit:,}: lower "
         "--gpu-memory-utilization or set --num-gpu-blocks-override",
     )
     return units
@@ -678,7 +687,7 @@ class B12xKernels:
         def selection(rows: int) -> Any:
             # As large as b12x wants a cache to be, for the same choice as with the real one.
             storage = torch.zeros(1 << 18, dtype=torch.uint8, device=device)
-            cache = storage.as_strided((2, INDEX_PAGE_BYTES), (PAGE_UNIT, 1))
+            cache = storage.as_strided((2, INDEX_PAGE_BYTES), (sizes.page_unit, 1))
             q = torch.zeros(rows, sizes.index_heads, INDEX_DIM, dtype=torch.uint8, device=device)
             weights = torch.zeros(rows, sizes.index_heads, dtype=torch.float32, device=device)
             ids = torch.zeros(rows, sizes.topk, dtype=torch.int32, device=device)
@@ -830,7 +839,7 @@ class B12xKernels:
             f"the page table has {columns} columns, {MAX_PAGES} are prepared: "
             f"{MAX_PAGES * POOLS_PER_INDEX_PAGE:,} pools a request",
         )
-        cache, units = self._index_view(index_pages)
+        cache, units = self._index_view(index_pages, sizes.page_unit)
         device = q_fp8.device
         ids = torch.empty((rows, topk), dtype=torch.int32, device=device)
         scores = torch.empty((rows, topk), dtype=torch.float32, device=device)
@@ -865,8 +874,8 @@ class B12xKernels:
         return ids, scores
 
     @staticmethod
-    def _index_view(index_pages: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """The cache with pages ``PAGE_UNIT`` bytes apart, and how many of these a page is."""
+    def _index_view(index_pages: torch.Tensor, unit: int) -> tuple[torch.Tensor, int]:
+        """The cache with pages ``unit`` bytes apart, and how many of these a page is."""
         width = index_pages.shape[1:].numel()
         _check(
             index_pages.dtype == torch.uint8
@@ -883,11 +892,11 @@ class B12xKernels:
         )
         pages = index_pages.shape[0]
         if pages <= 1:
-            return index_pages.as_strided((pages, INDEX_PAGE_BYTES), (PAGE_UNIT, 1)), 0
-        units = page_units(pages, index_pages.stride(0))
-        _check_aligned("index_pages", index_pages, PAGE_UNIT)
+            return index_pages.as_strided((pages, INDEX_PAGE_BYTES), (unit, 1)), 0
+        units = page_units(pages, index_pages.stride(0), unit)
+        _check_aligned("index_pages", index_pages, 16)
         view = ((pages - 1) * units + 1, INDEX_PAGE_BYTES)
-        return index_pages.as_strided(view, (PAGE_UNIT, 1)), units
+        return index_pages.as_strided(view, (unit, 1)), units
 
     def attend(
         self,
