@@ -295,9 +295,10 @@ class SimulatedRank:
 
     def _query_gather(self, query: torch.Tensor) -> torch.Tensor:
         world, (rows, heads, dims) = self.sizes.world, query.shape
-        every = query.new_empty((world, rows, heads, dims))
+        every = query.new_empty((world * rows, heads, dims))
         self.dist.all_gather_into_tensor(every, query.contiguous())
-        return every.transpose(0, 1).reshape(rows, world * heads, dims)
+        by_rank = every.view(world, rows, heads, dims)
+        return by_rank.transpose(0, 1).reshape(rows, world * heads, dims)
 
     def _combine(self, out, lse, *, seq_lens, query_start_loc) -> torch.Tensor:
         world, (rows, heads, dims) = self.sizes.world, out.shape

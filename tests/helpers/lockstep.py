@@ -200,7 +200,8 @@ class LockstepDist:
     def all_gather_into_tensor(
         self, output: torch.Tensor, own: torch.Tensor, group: Any = None
     ) -> None:
-        assert output.numel() == own.numel() * self.lockstep.world
+        # As gloo has it: NCCL looks at the number of elements alone.
+        assert output.shape == (self.lockstep.world * own.shape[0], *own.shape[1:])
         assert output.dtype == own.dtype and output.is_contiguous() and own.is_contiguous()
         self.lockstep.collective("all_gather_into_tensor", own, output)
 

@@ -163,6 +163,12 @@ def check_candidates(world, rank):
         exchange.all_gather_candidates(scores, ids.long(), dist.group.WORLD)
 
 
+def check_numbers(rank):
+    exchange.require_same("numbers", [1, 34, 2], dist.group.WORLD)
+    with pytest.raises(RuntimeError, match=r"\[1, 0, 2\] on rank 0, \[1, 1, 2\] on rank 1"):
+        exchange.require_same("numbers", [1, rank, 2], dist.group.WORLD)
+
+
 def check_refusals(world, rank):
     good = torch.zeros((world * 2, 528), dtype=torch.uint8)
     for bad, padded, at in (
@@ -199,6 +205,7 @@ def run_rank(rank, world, store):
                             stale.fill_(POISON)
         check_reuse_without_poison(world, rank, counter)
         check_candidates(world, rank)
+        check_numbers(rank)
         check_refusals(world, rank)
         # Every rank entered the same number of collectives.
         counts = [None] * world

@@ -200,7 +200,8 @@ def require_same(what: str, numbers: list[int], group: dist.ProcessGroup) -> Non
     Raises:
         RuntimeError: they differ, on every rank. The message has both lists.
     """
-    own = torch.tensor(numbers, dtype=torch.int64)
+    # gloo takes shares of the result along its first dimension, with all dimensions that it has.
+    own = torch.tensor([numbers], dtype=torch.int64)
     every = own.new_empty((dist.get_world_size(group), len(numbers)))
     dist.all_gather_into_tensor(every, own, group=group)
     for rank, other in enumerate(every.tolist()):
