@@ -126,6 +126,7 @@ def main() -> int:
         *comparison.violations,
         *traffic.find_leaks("gather on", on),
         *traffic.find_leaks("gather off", off),
+        *traffic.find_resident_growth(on, off),
         *traffic.find_gaps(
             on, off, scale, short_of_blocks=arguments.gpu_memory_utilization is None
         ),

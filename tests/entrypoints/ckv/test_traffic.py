@@ -61,10 +61,16 @@ def test_the_cache_takes_what_is_left_if_asked():
 
 
 def memory(**changes):
-    found = {"tensors": 10, "tensor_bytes": 100, "resident": 1 << 30, "locked": True}
+    found = {
+        "objects": 9000,
+        "tensors": 10,
+        "tensor_bytes": 100,
+        "resident": 1 << 30,
+        "locked": True,
+    }
     found |= {"allocated": 500, "reserved": 600, "retries": 0, "ooms": 0}
     found |= {"allocated_peak": 570, "reserved_peak": 600, "device_used": 900, "profiled": 70}
-    return found | {"workspace": [[64, 1000]]} | changes
+    return found | {"workspace": [[64, 1000]], "locked": True} | changes
 
 
 def make_wave(**changes) -> WaveResult:
@@ -157,7 +163,7 @@ def test_a_missing_wave_is_a_violation():
         ({"memory": [memory(allocated=501), memory()]}, "allocated grew"),
         ({"memory": [memory(), memory(allocated_peak=571)]}, "held 71 bytes for a moment"),
         ({"memory": [memory(reserved=601), memory()]}, "reserved grew"),
-        ({"memory": [memory(resident=(1 << 30) + (65 << 20)), memory()]}, "resident grew"),
+        ({"memory": [memory(), memory(objects=9501)]}, "objects grew"),
         ({"memory": [memory(workspace=[[64, 1001]]), memory()]}, "the workspace was"),
         ({"memory": [memory(workspace=[[128, 1000]]), memory()]}, "the workspace was"),
         ({"memory": [memory(retries=1), memory()]}, "1 retries"),
@@ -167,6 +173,15 @@ def test_a_missing_wave_is_a_violation():
 def test_what_is_kept_is_found(changes, said):
     (leak,) = traffic.find_leaks("x", make_side(*[make_wave()] * 3, make_wave(**changes)))
     assert leak.startswith("x") and said in leak
+
+
+def test_a_process_that_grows_with_the_gather_only_is_found():
+    large = make_wave(memory=[memory(), memory(resident=(1 << 30) + (65 << 20))])
+    grown = make_side(*[make_wave()] * 3, large)
+    (found,) = traffic.find_resident_growth(grown, make_side())
+    assert "rank 1: the process grew by 68,157,440 bytes" in found
+    assert traffic.find_resident_growth(grown, grown) == []
+    assert traffic.find_resident_growth(make_side(), make_side()) == []
 
 
 def test_growth_in_the_first_half_is_no_leak():

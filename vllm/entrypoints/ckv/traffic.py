@@ -27,7 +27,13 @@ NEAR_TIE = 0.02
 """Two best log-probabilities this close may change places: each may move by ``LIMIT_VS_DCP``."""
 
 RESIDENT_GROWTH = 64 << 20
-"""Bytes by which a process may grow over the second half; the allocator gives little back."""
+"""Bytes by which a process of the gathering side may grow over the second half beyond the other's.
+
+Both grow on CPUs, where torch keeps something for every shape that it has multiplied.
+"""
+
+OBJECT_GROWTH = 500
+"""Python objects by which a process may grow over the second half; a step makes thousands."""
 
 GATHER = "VLLM_B12X_MLA_CKV_GATHER"
 
@@ -56,7 +62,7 @@ class Scale:
 
 
 CPU = Scale(1024, 96, 4, 13, PAGE_TOKENS + 8, 400, 130, 40, 6, 10)
-GPU = Scale(8192, 2048, 16, 48, 4 * PAGE_TOKENS + 8, 6000, 2000, 300, 24, 50)
+GPU = Scale(8192, 2048, 12, 44, 4 * PAGE_TOKENS + 8, 6000, 2000, 300, 24, 50)
 
 
 @dataclass(frozen=True)
@@ -195,7 +201,7 @@ def _draw(
 ) -> Arrival:
     kind = rng.random()
     most = scale.short if kind < 0.55 else scale.medium if kind < 0.93 else scale.long
-    shared = rng.choice(prefixes) if rng.random() < 0.25 else []
+    shared = rng.choice(prefixes) if rng.random() < 0.15 else []
     own = min(most, scale.max_model_len - scale.answer - len(shared) - 1)
     prompt = shared + make_prompt(rng.randint(1, own), vocabulary, rng)
     return Arrival(
@@ -287,11 +293,11 @@ def memory(worker: Any) -> dict[str, Any]:
     """What one rank's process holds, for ``LLM.collective_rpc(memory)``.
 
     Returns:
-        ``tensors`` and ``tensor_bytes`` (of distinct storages) that Python knows, ``resident``
-        bytes of the process, ``workspace`` (address and bytes of each allocation) and whether it
-        is ``locked``. On a GPU also ``allocated``, ``reserved`` and their peaks since the last
-        call, ``retries`` and ``ooms`` of the allocator, and ``profiled``, the bytes of activations
-        that vLLM's profiling run saw.
+        ``objects``, ``tensors`` and ``tensor_bytes`` (of distinct storages) that Python knows,
+        ``resident`` bytes of the process, ``workspace`` (address and bytes of each allocation) and
+        whether it is ``locked``. On a GPU also ``allocated``, ``reserved`` and their peaks since
+        the last call, ``retries`` and ``ooms`` of the allocator, ``device_used`` bytes, and
+        ``profiled``, the bytes of activations that vLLM's profiling run saw.
     """
     import gc
     from contextlib import suppress
@@ -301,7 +307,8 @@ def memory(worker: Any) -> dict[str, Any]:
 
     gc.collect()
     # isinstance would ask lazy modules for their class, and import them.
-    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+    objects = gc.get_objects()
+    tensors = [found for found in objects if issubclass(type(found), torch.Tensor)]
     storages = {}
     for tensor in tensors:
         # Tensors of a compiler have no memory, and say so.
@@ -312,6 +319,7 @@ def memory(worker: Any) -> dict[str, Any]:
     with open("/proc/self/status") as status:
         resident = next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
     found: dict[str, Any] = {
+        "objects": len(objects),
         "tensors": len(tensors),
         "tensor_bytes": sum(storages.values()),
         "resident": resident * 1024,
@@ -569,8 +577,25 @@ _ALLOWED_GROWTH = {
     "tensor_bytes": 0,
     "allocated": 0,
     "reserved": 0,
-    "resident": RESIDENT_GROWTH,
+    "objects": OBJECT_GROWTH,
 }
+
+
+def find_resident_growth(on: Side, off: Side) -> list[str]:
+    """Ranks whose process grew with the gather and not without, one sentence each."""
+    found = []
+    for rank in range(len(on.memory)):
+        grown, usual = (
+            side.waves[-1].memory[rank]["resident"]
+            - side.waves[len(side.waves) // 2].memory[rank]["resident"]
+            for side in (on, off)
+        )
+        if grown - max(usual, 0) > RESIDENT_GROWTH:
+            found.append(
+                f"gather on, rank {rank}: the process grew by {grown:,} bytes over the second "
+                f"half, by {usual:,} with the gather off; allowed are {RESIDENT_GROWTH:,} more"
+            )
+    return found
 
 
 def find_gaps(on: Side, off: Side, scale: Scale, *, short_of_blocks: bool) -> list[str]:
