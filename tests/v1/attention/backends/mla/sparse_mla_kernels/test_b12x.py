@@ -342,7 +342,8 @@ def select_arguments(rows=3, requests=2, columns=4, pages=8):
         ({"weights": torch.zeros(3, 16)}, r"weights.*\(3, 16\).*\[3, 32\]"),
         ({"index_pages": torch.zeros(8, 32, INDEX).byte()}, r"32, 132.*64 x 132"),
         ({"index_pages": torch.zeros(8, PAGE_BYTES)}, r"float32"),
-        ({"index_pages": torch.zeros(8, 8512).byte()[:, :PAGE_BYTES]}, None),
+        ({"index_pages": torch.zeros(8, 8448 + 528).byte()[:, :PAGE_BYTES]}, None),
+        ({"index_pages": torch.zeros(8, 8464).byte()[:, :PAGE_BYTES]}, r"multiple of 528"),
         ({"index_pages": torch.zeros(8, 8456).byte()[:, :PAGE_BYTES]}, r"8456 bytes apart"),
         ({"page_table": torch.zeros(2, 4).long()}, r"int64.*int32"),
         ({"page_table": torch.zeros(1, 8193).int()}, r"8193 columns, 8192"),
@@ -360,14 +361,24 @@ def test_selection_refuses(started, change, message):
     assert not fake.log
 
 
-def test_an_index_cache_beyond_int32_units_is_refused_with_the_numbers():
+@pytest.mark.parametrize(
+    ("record", "unit", "reach"), [(528, 528, "1,133,871,366,144"), (304, 16, "34,359,738,368")]
+)
+def test_an_index_cache_beyond_int32_units_is_refused_with_the_numbers(record, unit, reach):
+    assert provider.Sizes(**GLM | {"record_bytes": record}).page_unit == unit
     stride = 2304 * 561
-    most = (2**31 - 1) // (stride // 16) + 1
-    assert provider.page_units(most, stride) == stride // 16
+    most = (2**31 - 1) // (stride // unit) + 1
+    assert provider.page_units(most, stride, unit) == stride // unit
     with pytest.raises(ValueError) as error:
-        provider.page_units(most + 1, stride)
-    for part in (f"{most + 1:,} pages", f"{stride:,} bytes", "34,359,738,368", "utilization"):
+        provider.page_units(most + 1, stride, unit)
+    for part in (f"{most + 1:,} pages", f"{stride:,} bytes", reach, "utilization"):
         assert part in str(error.value)
+
+
+def test_selection_reaches_all_memory_of_a_gpu_of_96_gb():
+    """vLLM lays the pages of all layers into one allocation: a layer's span all of it."""
+    unit = provider.Sizes(**GLM).page_unit
+    assert provider.page_units(96 * 10**9 // PAGE_BYTES, PAGE_BYTES, unit) == PAGE_BYTES // unit
 
 
 def test_rows_past_the_last_record_are_found_when_asked_for(started, monkeypatch):
@@ -451,7 +462,7 @@ def test_results_do_not_lie_in_the_scratch(started):
     assert scratch == {kernels._scratch.data_ptr()}
 
 
-@pytest.mark.parametrize("gap", [0, 48])
+@pytest.mark.parametrize("gap", [0, 528 * 3])
 def test_selection_is_the_reference(started, gap):
     kernels, fake = started
     lengths = [3, 64 * 9 + 5, 700]  # of three requests, in pools
@@ -663,6 +674,14 @@ def test_the_programs_of_tp4_dcp4_compile_for_sm_120a():
         "triton._lengths_kernel",
         "triton._row_tables_kernel",
         "triton._order_kernel",
+        # Of the Triton provider.
+        "triton._pack_kernel",
+        "triton._unpack_kernel",
+        "triton._write_pools_kernel",
+        "triton._expand_kernel",
+        "triton._remap_kernel",
+        "triton._filter_kernel",
+        "triton._merge_kernel",
     }
     for row in rows:
         assert row["spill_bytes"] == 0, row
@@ -683,6 +702,27 @@ def test_the_table_of_compiled_programs_is_complete():
         for record in (528, 304):
             assert f"page {page}, int64 slots, {record} bytes" in pages
     assert all(int(row["spill_bytes"]) == 0 for row in rows)
+
+
+def test_the_table_of_the_triton_programs_has_every_gpu_family():
+    with (ROOT / "benchmarks" / "results" / "triton_families.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    shared = {"sm_80": 163, "sm_89": 99, "sm_100": 227, "sm_120": 99, "sm_121": 99}  # KiB
+    for family, limit in shared.items():
+        own = [row for row in rows if row["geometry"].startswith(f"{family},")]
+        assert {row["program"] for row in own} >= {
+            f"triton._{name}_kernel"
+            for name in (
+                "write_records",
+                "write_pools",
+                "pack",
+                "unpack",
+                "logits",
+                "topk",
+                "order",
+            )
+        } | {f"triton._{name}_kernel" for name in ("merge", "expand", "remap", "filter", "attend")}
+        assert all(int(row["shared_bytes"]) <= limit * 1024 for row in own)
 
 
 # The package's reference functions as oracle
