@@ -49,7 +49,13 @@ def draw_rows(rows: list[dict[str, Any]], title: str) -> Any:
         axis.set_xlabel("prompt tokens")
         axis.set_ylabel("tokens per second")
         axis.set_title(model)
-    axes[0][-1].legend(fontsize=8, loc="lower right", framealpha=0.9)
+    handles = {}
+    for axis in axes[0]:
+        handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    figure.legend(
+        handles.values(), handles, ncols=len(handles), fontsize=8, loc="upper center",
+        bbox_to_anchor=(0.5, 0.02),
+    )  # fmt: skip
     figure.suptitle(title)
     return figure
 
@@ -58,6 +64,8 @@ def draw_layer_times(rows: list[dict[str, Any]], title: str) -> Any:
     """One stacked bar per model and mode: where a DSA layer's time goes."""
     figure, axis = plt.subplots(figsize=(9, 0.55 * len(rows) + 1.6))
     labels = [f"{row['model']}: {MODES[row['mode']][0]}" for row in rows]
+    if len({row.get("link") for row in rows}) > 1:
+        labels = [f"{label}, {row['link']}" for label, row in zip(labels, rows, strict=True)]
     left = [0.0] * len(rows)
     for kind in KINDS:
         parts = [row["microseconds"][kind] / 1e3 for row in rows]
