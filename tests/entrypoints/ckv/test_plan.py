@@ -160,11 +160,14 @@ def test_sizes_are_those_of_the_runtime(sizes):
 def test_smaller_records(sizes):
     plan = make(sizes, kv_cache_dtype="nvfp4_ds_mla")
     assert plan.page_tokens == 2304
-    assert plan.kv_block_bytes == -(-2 * 2304 * 337 // 304) * 304
+    # Whole records of 304 and whole index pages of 8,448 bytes: multiples of 160,512.
+    assert plan.kv_block_bytes == 10 * 160_512 >= 2 * 2304 * 337 > 9 * 160_512
     assert plan.rows[0].ckv_bytes == 2 * 3 * 8192 // 4 * 337
     # With one layer a block still has to hold a KDA state.
     one = replace(sizes, attention_layers=1)
-    assert p.block_bytes(one, 2304, p.RECORDS["nvfp4_ds_mla"]) == -(-2304 * 512 // 304) * 304
+    assert p.block_bytes(one, 2304, p.RECORDS["nvfp4_ds_mla"]) == 8 * 160_512 >= 2304 * 512
+    # A single index page needs no step of its own.
+    assert p.block_bytes(one, 256, p.RECORDS["nvfp4_ds_mla"]) == -(-256 * 512 // 304) * 304
 
 
 @pytest.mark.parametrize("heads", [4, 16, 64, 80, 128, 256])

@@ -29,6 +29,7 @@ from vllm.entrypoints.ckv.output import (
 from vllm.v1.attention.backends.mla.ckv_gather.byte_model import ByteModel, ordinary_peak_bytes
 from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
     FP8_DS_MLA,
+    INDEX_PAGE_BYTES,
     INDEX_RECORD_BYTES,
     MAX_VISIBLE_TOKENS,
     NVFP4_DS_MLA,
@@ -215,14 +216,18 @@ def vllm_page_size(
 def block_bytes(sizes: ModelSizes, page_size: int, record: RecordFormat = FP8_DS_MLA) -> int:
     """Bytes of one block of the KV cache on one rank.
 
-    The records and index keys of all sparse MLA layers, padded to whole records; KDA states use the
-    same blocks, at least one state each.
+    The records and index keys of all sparse MLA layers; KDA states use the same blocks, at least
+    one state each. Row numbers address records and page numbers address index pages, so blocks are
+    whole ones of both apart, unless a block has a single index page.
     """
     index = page_size // sizes.pool_size * INDEX_RECORD_BYTES
     content = sizes.attention_layers * (page_size * record.record_bytes + index)
     if sizes.state_layers:
         content = max(content, page_size * STATE_BYTES_PER_TOKEN)
-    return -(-content // record.record_bytes) * record.record_bytes
+    step = record.record_bytes
+    if index > INDEX_PAGE_BYTES:
+        step = lcm(step, INDEX_PAGE_BYTES)
+    return -(-content // step) * step
 
 
 @dataclass(frozen=True)
