@@ -158,12 +158,12 @@ def test_a_missing_wave_is_a_violation():
     [
         ({"free_blocks": 11}, "11 of 12 blocks are free after wave 3"),
         ({"known_requests": 1}, "1 requests remain after wave 3"),
-        ({"memory": [memory(), memory(tensors=11)]}, "rank 1: tensors grew"),
-        ({"memory": [memory(tensor_bytes=101), memory()]}, "rank 0: tensor_bytes grew"),
-        ({"memory": [memory(allocated=501), memory()]}, "allocated grew"),
+        ({"memory": [memory(), memory(tensors=11)]}, "rank 1: tensors reached"),
+        ({"memory": [memory(tensor_bytes=101), memory()]}, "rank 0: tensor_bytes reached"),
+        ({"memory": [memory(allocated=501), memory()]}, "allocated reached"),
         ({"memory": [memory(), memory(allocated_peak=571)]}, "held 71 bytes for a moment"),
-        ({"memory": [memory(reserved=601), memory()]}, "reserved grew"),
-        ({"memory": [memory(), memory(objects=9501)]}, "objects grew"),
+        ({"memory": [memory(reserved=601), memory()]}, "reserved reached"),
+        ({"memory": [memory(), memory(objects=9501)]}, "objects reached"),
         ({"memory": [memory(workspace=[[64, 1001]]), memory()]}, "the workspace was"),
         ({"memory": [memory(workspace=[[128, 1000]]), memory()]}, "the workspace was"),
         ({"memory": [memory(retries=1), memory()]}, "1 retries"),
@@ -186,7 +186,13 @@ def test_a_process_that_grows_with_the_gather_only_is_found():
 
 def test_growth_in_the_first_half_is_no_leak():
     small = make_wave(memory=[memory(tensors=3, allocated=9, allocated_peak=79)] * 2)
-    assert traffic.find_leaks("x", make_side(small, *[make_wave()] * 2)) == []
+    assert traffic.find_leaks("x", make_side(small, *[make_wave()] * 3)) == []
+
+
+def test_what_the_last_batch_leaves_behind_is_no_leak():
+    large = make_wave(memory=[memory(tensor_bytes=180)] * 2)
+    waves = [large, make_wave(), make_wave(), large]
+    assert traffic.find_leaks("x", make_side(*waves)) == []
 
 
 @pytest.mark.parametrize(
