@@ -77,6 +77,7 @@ class Case:
     pad_tokens: int
     requests: tuple[Request, ...]
     record: str = "fp8_ds_mla"
+    shard_selection: bool = False
 
     def text(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -132,6 +133,7 @@ def cases(draw) -> Case:
         pad_tokens=pad_tokens,
         requests=tuple(requests),
         record=draw(st.sampled_from(["fp8_ds_mla", "nvfp4_ds_mla"])),
+        shard_selection=draw(st.booleans()),
     )
 
 
@@ -193,6 +195,7 @@ class Player:
             max_num_seqs=len(case.requests),
             layers=case.layers,
             record=case.record,
+            shard_selection=case.shard_selection,
         )
 
     def play(self) -> Counter[str]:
@@ -287,6 +290,14 @@ class Player:
         path = "gathered" if paths.pop() else "ordinary"
         self.seen[path] += 1
         self.seen[f"{path}, {case.record}"] += 1
+        shares = {result.selection_shares for layers in results for result in layers}
+        assert len(shares) == 1, f"step {number}: the ranks share the selection differently"
+        if shares.pop() > 1:
+            self.seen["shared selection"] += 1
+            # Ranks behind the last share have no row at all.
+            self.seen["shared selection, fewer rows than ranks"] += (
+                step.num_tokens + case.pad_tokens < case.world
+            )
         for layer in range(case.layers):
             row = 0
             for r, begin, end in zip(active, before, ends, strict=True):

@@ -7,11 +7,13 @@ Everything else is the product's code, on caches and workspaces that hold NaN un
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from lockstep import Lockstep, LockstepDist, LockstepGroup, replaced
@@ -31,7 +33,12 @@ from vllm.v1.worker import workspace  # noqa: E402
 from vllm.models.glm5next.b12x import sparse_indexer  # noqa: E402
 from vllm.platforms.ckv_reference import ops  # noqa: E402
 from vllm.v1.attention.backends.mla import b12x_mla_sparse as backend  # noqa: E402
-from vllm.v1.attention.backends.mla.ckv_gather import exchange, plan, startup  # noqa: E402
+from vllm.v1.attention.backends.mla.ckv_gather import (  # noqa: E402
+    byte_model,
+    exchange,
+    plan,
+    startup,
+)
 
 POOL = 4
 RING = 4
@@ -39,6 +46,7 @@ INDEX_HEADS = 2
 SCALE = 512**-0.5
 POISON_ID = 0x7FFFFFF0
 LAYER = "model.layers.0.self_attn.attn"
+SHARD_SELECTION = "VLLM_B12X_MLA_CKV_SHARD_SELECTION"
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,8 @@ class Sizes:
     """What a server is started with.
 
     capacity: visible tokens the gather reserves for. max_rows: rows of a step.
-    record: ``--kv-cache-dtype``.
+    record: ``--kv-cache-dtype``. shard_selection: gathered batches share their selection out,
+    however small they are.
     """
 
     world: int
@@ -60,6 +69,7 @@ class Sizes:
     max_rows: int = 128
     layers: int = 1
     record: str = "fp8_ds_mla"
+    shard_selection: bool = False
 
     @property
     def record_bytes(self) -> int:
@@ -127,12 +137,14 @@ class Result:
     """What one rank computed for one layer of a step.
 
     token_ids: the selection. out: attention of the rank's own heads. lse: of the kernel call.
+    selection_shares: see ``CkvBatchPlan``, 0 for an ordinary batch.
     """
 
     token_ids: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
     gathered: bool
+    selection_shares: int
 
 
 def configuration(sizes: Sizes) -> SimpleNamespace:
@@ -233,7 +245,8 @@ class SimulatedRank:
         self, rank: int, sizes: Sizes, kernels: Any, dist: LockstepDist, gap_rows: int = 0
     ) -> None:
         self.rank, self.sizes, self.kernels, self.dist = rank, sizes, kernels, dist
-        self.gather = plan.CkvGather(configuration(sizes))
+        with patch.dict(os.environ, {SHARD_SELECTION: str(int(sizes.shard_selection))}):
+            self.gather = plan.CkvGather(configuration(sizes))
         self.gather.limits = replace(self.gather.limits, min_query_tokens=sizes.min_tokens)
         self.tables = BlockTables()
         self.decision_options: dict[str, bool] = {"capturing": False}
@@ -445,7 +458,9 @@ class SimulatedRank:
             out = self.combine(
                 out, lse, seq_lens=attention.seq_lens, query_start_loc=attention.query_start_loc
             )
-        return Result(token_ids, out, lse, attention.ckv_plan is not None)
+        plan = attention.ckv_plan
+        shares = 0 if plan is None else plan.selection_shares
+        return Result(token_ids, out, lse, plan is not None, shares)
 
 
 @contextmanager
@@ -461,6 +476,9 @@ def simulated_ranks(sizes: Sizes, kernels: Any, gap_rows: int = 0):
         (backend, "get_dcp_group", lambda: group),
         (parallel_state, "get_dcp_group", lambda: group),
         (sparse_indexer, "get_kernels", lambda: kernels),
+        # With these, and the flag, all batches share their selection out.
+        (byte_model, "PAIRS_PER_BYTE", 0),
+        (byte_model, "PAIRS_PER_EXCHANGE", -1),
         # Without an accelerator torch raises.
         (torch.accelerator, "empty_cache", lambda: None),
     ):

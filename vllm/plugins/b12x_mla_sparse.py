@@ -119,6 +119,13 @@ FLAGS: tuple[Flag, ...] = (
         low=1,
     ),
     Flag(
+        "VLLM_B12X_MLA_CKV_SHARD_SELECTION",
+        "switch",
+        False,
+        "In a gathered batch let each rank select pools for a share of the rows and exchange their "
+        "ids, where a model expects that to take less time; not measured yet.",
+    ),
+    Flag(
         "VLLM_CKV_DEBUG",
         "switch",
         False,

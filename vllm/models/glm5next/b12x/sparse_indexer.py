@@ -88,11 +88,16 @@ def select_tokens(
             local_pools = op.gather.pool_ownership.local_lengths(visible_pools, op.dcp_rank)
         debug.check_index_pages(index.block_table, req_id, local_pools, op.k_cache.kv_cache)
     if plan is not None:
-        pages, page_table = op.gather.gather_index_keys(
-            plan, kernels, op.k_cache.kv_cache, index.block_table
-        )
-        pool_ids, _ = kernels.select_pools(
-            q_fp8, weights, pages, page_table, req_id, visible_pools, pool_topk
+        pool_ids = op.gather.select_pools(
+            plan,
+            kernels,
+            op.k_cache.kv_cache,
+            index.block_table,
+            q_fp8,
+            weights,
+            req_id,
+            visible_pools,
+            pool_topk,
         )
     elif op.dcp_world_size == 1:
         pool_ids, _ = kernels.select_pools(

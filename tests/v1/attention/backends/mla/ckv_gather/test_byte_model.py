@@ -4,7 +4,8 @@
 import pytest
 import torch
 
-from vllm.v1.attention.backends.mla.ckv_gather.byte_model import ByteModel
+from vllm.v1.attention.backends.mla.ckv_gather import byte_model
+from vllm.v1.attention.backends.mla.ckv_gather.byte_model import ByteModel, shards_selection
 from vllm.v1.attention.backends.mla.ckv_gather.layout import plan_layout
 
 
@@ -60,3 +61,37 @@ def test_without_other_ranks_there_is_nothing_to_gain():
 def test_a_layer_that_exchanges_nothing_else_never_gains():
     layer = model(local_heads=0, pool_topk=0)
     assert layer.break_even(100) == 0
+
+
+def test_a_shared_selection_adds_the_ids_of_the_other_shares():
+    # 4,096 rows of 512 ids, 4 bytes each, three quarters from other ranks; 4,097 rows are padded.
+    plain = model().gathered([65_536])
+    assert model().gathered([65_536], 4096) - plain == 3 * 1024 * 512 * 4
+    assert model().gathered([65_536], 4097) - plain == 3 * 1025 * 512 * 4
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_selections_are_shared_from_where_saved_pairs_outweigh_bytes(world):
+    """Worked by hand: 2,048 bytes a row cost 20,480 pairs a row, saved by as many pools."""
+    rows = 4096
+    limit = 20_480 + 4_000_000 * world // ((world - 1) * rows)
+    assert not shards_selection(rows, limit, world, 512)
+    assert shards_selection(rows, limit + 1, world, 512)
+
+
+@pytest.mark.parametrize("rows", [17, 4096])
+def test_short_contexts_and_few_rows_are_not_shared(rows):
+    assert not shards_selection(rows, 8192, 2, 512)
+    # One more collective costs more than seventeen rows save, however long the context.
+    assert shards_selection(rows, 131_072, 2, 512) == (rows == 4096)
+
+
+def test_one_rank_shares_nothing():
+    assert not shards_selection(4096, 10**6, 1, 512)
+
+
+def test_the_threshold_is_the_slow_links(monkeypatch):
+    """With the number of NVLink, selections over 8,192 pools are shared as well."""
+    assert not shards_selection(4096, 8192, 2, 512)
+    monkeypatch.setattr(byte_model, "PAIRS_PER_BYTE", 1.4)
+    assert shards_selection(4096, 8192, 2, 512)

@@ -58,7 +58,8 @@ class NoKernels(TorchReferenceKernels):
 class Batch:
     """One batch and everything else that a decision reads.
 
-    spare: capacity beyond need. auto: gather only where that moves fewer bytes.
+    spare: capacity beyond need. auto: gather only where that moves fewer bytes. shard: share the
+    selection out.
     """
 
     world: int
@@ -76,6 +77,7 @@ class Batch:
     pad_tokens: int
     auto: bool = False
     record: str = "fp8_ds_mla"
+    shard: bool = False
 
 
 @st.composite
@@ -99,6 +101,7 @@ def batches(draw) -> Batch:
         pad_tokens=draw(st.sampled_from([0, 3])),
         auto=draw(st.booleans()),
         record=draw(st.sampled_from(["fp8_ds_mla", "nvfp4_ds_mla"])),
+        shard=draw(st.booleans()),
     )
 
 
@@ -135,7 +138,13 @@ def gathered_calls(batch: Batch, sizes: Sizes) -> list[Call]:
 
     index = largest([n // 4 for n in lengths], interleave // 4) * 132
     latents = largest(lengths, interleave) * sizes.record_bytes
-    return [Call("all_gather_into_tensor", size, world * size) for size in (index, latents) if size]
+    rows = sum(batch.rows) + batch.pad_tokens
+    selection = batch.shard * -(-rows // world) * sizes.pool_topk * 4
+    return [
+        Call("all_gather_into_tensor", size, world * size)
+        for size in (index, selection, latents)
+        if size
+    ]
 
 
 def ordinary_calls(batch: Batch, sizes: Sizes) -> list[Call]:
@@ -169,6 +178,7 @@ def play(batch: Batch, change=lambda rank: None) -> tuple[Lockstep, Sizes]:
         min_tokens=batch.min_tokens,
         max_num_seqs=batch.max_num_seqs,
         record=batch.record,
+        shard_selection=batch.shard,
     )
     order = sorted(range(len(batch.rows)), key=lambda r: batch.rows[r] != 1)
     step = Step(
@@ -232,6 +242,50 @@ def test_ranks_that_own_nothing_enter_all_the_same(rows):
     assert all(calls == expected_calls(batch, sizes) for calls in lockstep.calls)
     # Prompts below one pool have no index exchange, on any rank.
     assert len(lockstep.calls[3]) == 1 + (max(rows) >= 4)
+
+
+@pytest.mark.parametrize("pad_tokens", [0, 3])
+@pytest.mark.parametrize("rows", [(1,), (3,), (4,), (5,), (1, 1), (17, 5)], ids=str)
+def test_shares_of_the_selection_meet_between_keys_and_records(rows, pad_tokens):
+    """Four ranks; with fewer rows some have none to select for, and enter all the same."""
+    count = len(rows)
+    batch = replace(
+        PLAIN,
+        rows=rows,
+        cached=(300,) * count,
+        prefilling=(True,) * count,
+        pad_tokens=pad_tokens,
+        shard=True,
+    )
+    lockstep, sizes = play(batch)
+    plain = gathered_calls(replace(batch, shard=False), sizes)
+    size = -(-(sum(rows) + pad_tokens) // 4) * sizes.pool_topk * 4
+    calls = [plain[0], Call("all_gather_into_tensor", size, 4 * size), plain[1]]
+    assert lockstep.calls == [calls] * 4
+
+
+def test_the_counters_add_the_bytes_that_the_shares_receive():
+    received_bytes = []
+
+    def change(rank):
+        counted.append(rank.gather.counters)
+
+    for shard in (False, True):
+        counted: list = []
+        lockstep, _ = play(replace(PLAIN, rows=(17,), cached=(300,), shard=shard), change)
+        for rank, counters in enumerate(counted):
+            others = sum(call.received - call.sent for call in lockstep.calls[rank])
+            assert counters.ckv_bytes == others
+        received_bytes.append(counted[0].ckv_bytes)
+    assert received_bytes[1] - received_bytes[0] == 3 * 5 * 4 * 4
+
+
+def test_the_model_notices_a_rank_that_shares_alone():
+    def change(rank):
+        rank.gather.shard_selection = rank.rank == 1
+
+    with pytest.raises(Mismatch, match=r"rank 0: Call.*rank 1: Call"):
+        play(replace(PLAIN, rows=(17,), shard=True), change)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])

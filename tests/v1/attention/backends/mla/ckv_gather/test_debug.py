@@ -10,7 +10,7 @@ from ckv_oracle import Bank
 from ckv_ranks import POISON_ID, Sizes, Step, run_step, simulated_ranks
 
 from vllm.plugins.b12x_mla_sparse import register
-from vllm.v1.attention.backends.mla.ckv_gather import debug
+from vllm.v1.attention.backends.mla.ckv_gather import debug, exchange
 from vllm.v1.attention.backends.mla.sparse_mla_kernels.torch_reference import TorchReferenceKernels
 
 
@@ -28,9 +28,15 @@ def bank():
     return Bank(seed=2, size=256, queries=32)
 
 
-def play(bank, change, gathers=True):
+def play(bank, change, gathers=True, shard_selection=False):
     """One step of two requests on three ranks; ``change`` spoils a rank or its metadata."""
-    sizes = Sizes(3, pool_topk=2, capacity=200, min_tokens=0 if gathers else 150)
+    sizes = Sizes(
+        3,
+        pool_topk=2,
+        capacity=200,
+        min_tokens=0 if gathers else 150,
+        shard_selection=shard_selection,
+    )
     with simulated_ranks(sizes, TorchReferenceKernels()) as (lockstep, ranks):
         for rank in ranks:
             rank.tables.pages = [[5 * rank.rank + r] for r in range(2)]
@@ -59,9 +65,11 @@ LAYER = "model.layers.0.self_attn.attn"
 
 
 @pytest.mark.parametrize("gathers", [True, False])
-def test_a_good_batch_passes(bank, gathers):
-    for (result,) in play(bank, lambda rank: None, gathers):
+@pytest.mark.parametrize("shard_selection", [True, False])
+def test_a_good_batch_passes(bank, gathers, shard_selection):
+    for (result,) in play(bank, lambda rank: None, gathers, shard_selection):
         assert result.gathered == gathers
+        assert result.selection_shares == (0 if not gathers else 3 if shard_selection else 1)
         assert bool(result.out.isfinite().all())
 
 
@@ -130,9 +138,45 @@ def test_a_rank_that_decides_alone_is_named(bank):
             rank.gather.limits = replace(rank.gather.limits, min_query_tokens=100)
 
     with pytest.raises(
-        RuntimeError, match=r"\[1, 34, 2, 34\] on rank 0, \[0, 34, 2, 34\] on rank 2"
+        RuntimeError, match=r"\[1, 34, 2, 34, 34, 1\] on rank 0, \[0, 34, 2, 34, 34, 1\] on"
     ):
         play(bank, change)
+
+
+def test_a_rank_that_shares_its_selection_alone_is_named(bank):
+    def change(rank):
+        rank.gather.shard_selection = rank.rank == 1
+
+    with pytest.raises(RuntimeError, match=r"34, 34, 1\] on rank 0, \[.*34, 34, 3\] on rank 1"):
+        play(bank, change, shard_selection=True)
+
+
+@pytest.mark.parametrize("share", [0, 1, 2])
+def test_a_share_that_does_not_arrive_is_named(bank, share, monkeypatch):
+    """The buffer is poisoned, so that rows nobody wrote select nothing."""
+
+    def lose(selected, gathered, group, rank):
+        return send(selected[:0] if rank == share else selected, gathered, group, rank)
+
+    send = exchange.gather_selection
+    monkeypatch.setattr(exchange, "gather_selection", lose)
+    play(bank, lambda rank: None)
+    # Shares of twelve rows; rows 0 to 2 of the first request see no pool yet.
+    row = {0: 3, 1: 12, 2: 24}[share]
+    with pytest.raises(ValueError, match=rf"selected pools: row {row} sees \d, 0 are chosen"):
+        play(bank, lambda rank: None, shard_selection=True)
+
+
+def test_selections_are_checked_row_by_row():
+    ids = torch.tensor([[0, 1], [2, -1], [-1, -1], [7, 7]], dtype=torch.int32)
+    rows, counts = torch.tensor([0, 0, 1, -1]), torch.tensor([2, 3, 0, 9])
+    with pytest.raises(ValueError, match="row 1 sees 3, 1 are chosen, the largest is 2"):
+        debug.check_selection(ids, rows, counts)
+    ids[1, 1] = 3
+    with pytest.raises(ValueError, match="row 1 sees 3, 2 are chosen, the largest is 3"):
+        debug.check_selection(ids, rows, counts)
+    ids[1, 1] = 1
+    debug.check_selection(ids, rows, counts)
 
 
 def test_a_table_that_is_too_short_is_named():

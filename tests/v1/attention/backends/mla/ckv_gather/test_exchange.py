@@ -11,6 +11,7 @@ import torch.multiprocessing as mp
 from vllm.v1.attention.backends.mla.ckv_gather import exchange
 from vllm.v1.attention.backends.mla.ckv_gather import geometry as g
 from vllm.v1.attention.backends.mla.ckv_gather.layout import (
+    RowShares,
     StagedLayout,
     plan_index_pages,
     plan_layout,
@@ -163,6 +164,17 @@ def check_candidates(world, rank):
         exchange.all_gather_candidates(scores, ids.long(), dist.group.WORLD)
 
 
+def check_selection(world, rank):
+    """Shares of int32 pool ids; with one row, and with one more than the ranks divide."""
+    for num_rows in (1, world + 1, 3 * world):
+        shares = RowShares(num_rows, world)
+        every = torch.arange(num_rows * 512, dtype=torch.int32).view(num_rows, 512) + 2**24
+        gathered = torch.full((shares.exchanged_rows, 512), -7, dtype=torch.int32)
+        own = every[shares.rows_of(rank)]
+        exchange.gather_selection(own, gathered, dist.group.WORLD, rank)
+        assert torch.equal(gathered[:num_rows], every)
+
+
 def check_numbers(rank):
     exchange.require_same("numbers", [1, 34, 2], dist.group.WORLD)
     with pytest.raises(RuntimeError, match=r"\[1, 0, 2\] on rank 0, \[1, 1, 2\] on rank 1"):
@@ -174,7 +186,6 @@ def check_refusals(world, rank):
     for bad, padded, at in (
         (good[:-1], 2, rank),
         (good, 3, rank),
-        (good.view(torch.int8), 2, rank),
         (good[:, ::2], 2, rank),
         (good, 2, rank + 1),
     ):
@@ -205,6 +216,7 @@ def run_rank(rank, world, store):
                             stale.fill_(POISON)
         check_reuse_without_poison(world, rank, counter)
         check_candidates(world, rank)
+        check_selection(world, rank)
         check_numbers(rank)
         check_refusals(world, rank)
         # Every rank entered the same number of collectives.

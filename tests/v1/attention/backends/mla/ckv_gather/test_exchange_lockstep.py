@@ -5,11 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lockstep import Lockstep, LockstepDist, replaced
+from lockstep import Call, Lockstep, LockstepDist, replaced
 from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
 from vllm.v1.attention.backends.mla.ckv_gather import exchange
 from vllm.v1.attention.backends.mla.ckv_gather.layout import (
+    RowShares,
     StagedLayout,
     plan_index_pages,
     plan_layout,
@@ -39,9 +40,10 @@ def lockstep(request):
         yield lockstep
 
 
-def test_spans_meet_in_place(lockstep):
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_spans_meet_in_place(lockstep, dtype):
     def run(rank):
-        buffer = torch.full((lockstep.world * PADDED, 5), POISON, dtype=torch.uint8)
+        buffer = torch.full((lockstep.world * PADDED, 5), POISON, dtype=dtype)
         buffer[rank * PADDED : (rank + 1) * PADDED] = rank + 1
         exchange.all_gather_in_place(buffer, PADDED, "group", rank)
         return buffer
@@ -64,7 +66,6 @@ def test_nothing_to_exchange_enters_nothing(lockstep):
         (lambda buffer, rank: (buffer[:-1], PADDED, rank), ["shape (", " * 3"]),
         (lambda buffer, rank: (buffer, PADDED + 1, rank), ["shape (", " * 4"]),
         (lambda buffer, rank: (buffer[:, None], PADDED, rank), ["shape ("]),
-        (lambda buffer, rank: (buffer.view(torch.int8), PADDED, rank), ["torch.int8"]),
         (lambda buffer, rank: (buffer[:, ::2], PADDED, rank), ["strides (6, 2)"]),
         (lambda buffer, rank: (buffer, PADDED, rank + 1), ["rank ", "numbers this process"]),
     ],
@@ -82,6 +83,25 @@ def test_each_misuse_is_refused_before_the_collective(lockstep, change, parts):
         for part in parts:
             assert part in message
     assert lockstep.calls == [[]] * lockstep.world
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 6, 7])
+def test_shares_of_a_selection_meet(lockstep, num_rows):
+    """Fewer rows than ranks, and rows that the ranks do not divide, included."""
+    every = torch.arange(num_rows * 5, dtype=torch.int32).view(num_rows, 5)
+    shares = RowShares(num_rows, lockstep.world)
+
+    def run(rank):
+        buffer = torch.full((shares.exchanged_rows, 5), -7, dtype=torch.int32)
+        own = every[shares.rows_of(rank)]
+        exchange.gather_selection(own, buffer, "group", rank)
+        return buffer
+
+    for buffer in lockstep.run(run):
+        assert torch.equal(buffer[:num_rows], every)
+    size = -(-num_rows // lockstep.world) * 5 * 4
+    call = [Call("all_gather_into_tensor", size, lockstep.world * size)] if num_rows else []
+    assert lockstep.calls == [call] * lockstep.world
 
 
 @pytest.mark.parametrize("lengths", [[9, 0, 23], [1], [4], [0, 0], [300]])

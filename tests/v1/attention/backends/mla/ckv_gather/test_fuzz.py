@@ -43,6 +43,9 @@ def test_random_cases_equal_one_rank(capsys):
         assert min(seen["gathered"], seen["ordinary"]) > CASES // 5
         for record in ("fp8_ds_mla", "nvfp4_ds_mla"):
             assert min(seen[f"{path}, {record}"] for path in ("gathered", "ordinary")) > CASES // 20
+        shared = seen["shared selection"]
+        assert min(shared, seen["gathered"] - shared) > CASES // 20
+        assert seen["shared selection, fewer rows than ranks"] > 0
 
 
 @pytest.mark.parametrize("path", sorted(ckv_fuzz.KEPT.glob("*.json")), ids=lambda p: p.stem)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from vllm.v1.attention.backends.mla.ckv_gather import geometry as g
 from vllm.v1.attention.backends.mla.ckv_gather.layout import (
+    RowShares,
     StagedLayout,
     plan_index_pages,
     plan_layout,
@@ -118,3 +119,22 @@ def test_the_last_row_that_int32_can_name():
     with pytest.raises(ValueError, match="2147483648 gathered rows do not fit"):
         plan_layout(torch.tensor([2**31]), dcp_world_size=1, interleave=4)
     assert plan([4, 5, 6]).num_requests == 3
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 7, 8, 9, 100])
+def test_shares_are_consecutive_and_cover_every_row_once(num_rows, world):
+    shares = RowShares(num_rows, world)
+    slices = [shares.rows_of(rank) for rank in range(world)]
+    assert [row for own in slices for row in range(num_rows)[own]] == list(range(num_rows))
+    for rank, own in enumerate(slices):
+        # A share begins where its span of the exchange does; only the last ones are short.
+        size = own.stop - own.start
+        assert 0 <= size <= shares.rows_per_share == -(-num_rows // world)
+        if size:
+            assert own.start == rank * shares.rows_per_share
+    assert shares.exchanged_rows == (0 if world == 1 else world * shares.rows_per_share)
+
+
+def test_without_shares_every_rank_takes_all_rows():
+    assert [RowShares(5, 1).rows_of(rank) for rank in range(4)] == [slice(0, 5)] * 4

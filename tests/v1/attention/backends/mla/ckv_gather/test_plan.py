@@ -62,3 +62,30 @@ def test_ordinary_only_skips_exactly_the_batches_that_gather(monkeypatch) -> Non
     assert len(calls) == 2
     # Dummy runs and gathered batches are not counted; decode rows are no prefill rows.
     assert counted == [2]
+
+
+@pytest.mark.parametrize(
+    ("flag", "rows", "cached", "shares"),
+    [
+        ("1", 4096, 200_000, 4),
+        ("0", 4096, 200_000, 1),
+        ("1", 4096, 1000, 1),
+        ("1", 17, 200_000, 1),
+    ],
+)
+def test_selections_are_shared_by_flag_rows_and_context(
+    make_gather, make_common, monkeypatch, flag, rows, cached, shares
+) -> None:
+    monkeypatch.setenv("VLLM_B12X_MLA_CKV_SHARD_SELECTION", flag)
+    gather = make_gather(4, max_model_len=400_000, index_topk=2048)
+    assert gather.facts["VLLM_B12X_MLA_CKV_SHARD_SELECTION"] == int(flag)
+    plan = gather.plan_batch(
+        make_common([rows, 1], [cached + rows, 1]), num_decode_tokens=0, capturing=False
+    )
+    assert plan is not None and plan.selection_shares == shares
+
+
+def test_without_the_gather_no_selection_is_shared(make_gather, monkeypatch) -> None:
+    monkeypatch.setenv("VLLM_B12X_MLA_CKV_SHARD_SELECTION", "1")
+    assert make_gather(4).shard_selection
+    assert not make_gather(1).shard_selection

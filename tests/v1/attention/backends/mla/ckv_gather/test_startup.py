@@ -270,6 +270,25 @@ def test_the_first_run_takes_every_operation_through_every_collective():
     ]  # fmt: skip
 
 
+def start_sharing(rank: int, world: int) -> dict:
+    os.environ["VLLM_B12X_MLA_CKV_SHARD_SELECTION"] = "1"
+    return start(rank, world)
+
+
+def test_the_first_run_shares_selections_out_as_well():
+    ranks = run_ranks(2, "start_sharing")
+    for result in ranks:
+        # The lock proves that the exchanged ids lie in reserved bytes.
+        assert result["same_bytes"] and result["reserved"][0] == result["reserved"][1]
+        assert result["counters"]["ckv_bytes"] == 0
+        assert result["attended"] == [1, 6, 6, 6, 6, 1, 6]
+    assert ranks[0]["entered"] == ranks[1]["entered"]
+    shapes = [tuple(shape) for _, shape in ranks[0]["entered"][1:]]
+    # After everything else: one row, of which rank 1 has none; then six.
+    keys, records = (250, 132), (1000, 528)
+    assert shapes[7:] == [keys, (2, 8), records, keys, (6, 8), records]
+
+
 def test_a_new_page_size_after_the_first_call_names_both(make_gather, monkeypatch):
     from vllm.v1.worker import workspace as stock
 

@@ -139,7 +139,7 @@ def test_a_batch_is_timed_by_the_builder_that_counts_it(make_gather, make_common
     monkeypatch.setattr(exchange, "gather_pools", lambda *a, **k: entered.append("index_keys"))
     monkeypatch.setattr(exchange, "gather_latents", lambda *a: entered.append("records"))
     pages = torch.zeros(1, 64 * 132, dtype=torch.uint8)
-    buffers = SimpleNamespace(records=torch.zeros(8, 528), pages=pages, scratch=())
+    buffers = SimpleNamespace(records=torch.zeros(8, 528), pages=pages, selection=None, scratch=())
     gather.workspace = SimpleNamespace(
         borrow_index=lambda *a: buffers, borrow_latents=lambda *a: buffers
     )

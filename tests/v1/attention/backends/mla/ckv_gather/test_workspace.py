@@ -10,7 +10,11 @@ from hypothesis import strategies as st
 
 from vllm.platforms.ckv_reference import declare_torchvision_ops
 from vllm.v1.attention.backends.mla.ckv_gather import geometry as g
-from vllm.v1.attention.backends.mla.ckv_gather.layout import plan_index_pages, plan_layout
+from vllm.v1.attention.backends.mla.ckv_gather.layout import (
+    RowShares,
+    plan_index_pages,
+    plan_layout,
+)
 from vllm.v1.attention.backends.mla.ckv_gather.workspace import WorkspacePlan
 
 # vLLM's workspace module imports torchvision, which needs this beside a CPU build of torch.
@@ -164,6 +168,49 @@ def test_case_5_cached_tokens_need_rows(manager):
     manager.lock()
     assert visible.borrow_latents(batch[0]).records.shape[0] == 160_256
     borrow_index(visible, batch[1])
+
+
+@pytest.mark.parametrize("max_tokens", [16, 5000])
+@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("rows", [1, 7, 512])
+def test_reserved_equals_borrowed_with_a_selection(manager, rows, world, max_tokens):
+    """It lies behind the pages, in bytes that the records need anyway if there are enough."""
+    sizes = (geometry(2304, world), max_tokens, 8)
+    plan = WorkspacePlan.from_geometry(*sizes, selection=(rows, 512))
+    plan.reserve()
+    before = allocated(manager)
+    assert plan.num_bytes == before.numel() >= WorkspacePlan.from_geometry(*sizes).num_bytes
+    assert (plan.num_bytes == WorkspacePlan.from_geometry(*sizes).num_bytes) == (
+        plan.latents[0] * 528
+        >= sum(
+            -(-n // 256) * 256
+            for n in (
+                plan.index[0] * 132,
+                plan.index_pages[0] * 8448,
+                -(-rows // world) * world * 512 * 4,
+            )
+        )
+    )
+    manager.lock()
+    _, pools = layouts([max_tokens // 8] * 8, world)
+    exchanged = RowShares(rows, world).exchanged_rows
+    index = plan.borrow_index(pools, plan_index_pages(pools.seq_lens)[1], exchanged)
+    assert allocated(manager) is before
+    assert index.selection.shape == (exchanged, 512) and index.selection.dtype == torch.int32
+    begin = index.selection.data_ptr() - before.data_ptr()
+    assert begin >= index.pages.data_ptr() - before.data_ptr() + plan.index_pages[0] * 8448
+    assert begin + index.selection.numel() * 4 <= before.numel()
+    with pytest.raises(ValueError, match=rf"selection of {exchanged + 1} rows, {exchanged} are"):
+        plan.borrow_index(pools, 1, exchanged + 1)
+
+
+def test_without_shares_no_byte_is_reserved_for_a_selection(manager):
+    plan = WorkspacePlan.from_geometry(geometry(2304), 16, 2)
+    plan.reserve()
+    index = borrow_index(plan, layouts([16], 4)[1])
+    assert index.selection.shape[0] == 0
+    with pytest.raises(ValueError, match="selection of 1 rows, 0 are"):
+        plan.borrow_index(layouts([16], 4)[1], 1, 1)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

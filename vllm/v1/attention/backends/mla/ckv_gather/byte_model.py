@@ -15,11 +15,40 @@ from vllm.v1.attention.backends.mla.ckv_gather.counters import (
     candidate_bytes,
     combine_bytes,
     query_gather_bytes,
+    selection_bytes,
 )
 from vllm.v1.attention.backends.mla.ckv_gather.geometry import INDEX_RECORD_BYTES, local_length
 
 HEAD_BYTES = 512 * 2
 """Bytes of one head of one query, or of its partial output: 512 bfloat16 values."""
+
+
+PAIRS_PER_BYTE = 10
+"""(Row, pool) pairs that a GPU scores in the time in which it receives one byte.
+
+One H200, 32 index heads: 4,096 rows over 8,192 pools take 0.32 ms of scoring and 0.12 ms of top-k,
+over 32,768 pools 1.17 and 0.31 ms, so 10.3 ps a pair beyond the first. An all-gather of 8 MiB,
+4 MiB of them received, takes about 0.4 ms through host memory: 95 ps a byte, 9.3 pairs. Over NVLink
+it takes about 60 us: 1.4 pairs. The slow link counts, so that a share pays on both."""
+
+PAIRS_PER_EXCHANGE = 4_000_000
+"""Pairs scored in the 40 us that one more collective is taken to cost however small it is: its
+launch, and the wait for the slowest rank. An assumption, not a measurement."""
+
+
+def shards_selection(rows: int, pools: int, world: int, pool_topk: int) -> bool:
+    """Whether each rank selects for a share of a gathered batch's rows, instead of all of them.
+
+    It scores ``rows * pools * (N - 1) / N`` fewer pairs, and receives the pool ids of the other
+    shares, :func:`.counters.selection_bytes`. The model has even shares: in a prompt's first chunk
+    the last share sees more pools than the first, and less is saved. All arguments are equal on all
+    ranks.
+
+    rows: T, padding included. pools: visible to a row, on average. world: ranks N.
+    pool_topk: pools that a row selects.
+    """
+    saved = rows * pools * (world - 1) // world
+    return saved > PAIRS_PER_EXCHANGE + PAIRS_PER_BYTE * selection_bytes(rows, pool_topk, world)
 
 
 def ordinary_peak_bytes(query_tokens: int, all_heads: int) -> int:
@@ -47,10 +76,11 @@ class ByteModel:
     pool_topk: int
     a2a: bool
 
-    def gathered(self, lengths: Iterable[int]) -> int:
+    def gathered(self, lengths: Iterable[int], sharded_rows: int = 0) -> int:
         """Bytes received when all records and index keys of a batch are gathered.
 
-        lengths: visible tokens of each request.
+        lengths: visible tokens of each request. sharded_rows: rows whose selection is shared out
+            over the ranks.
         """
         # No rank stores more of a request than rank 0, so its span is the padded one.
         rank = {"rank": 0, "dcp_world_size": self.dcp_world_size}
@@ -61,7 +91,9 @@ class ByteModel:
                 length // self.pool_size, interleave=self.interleave // self.pool_size, **rank
             )
         others = self.dcp_world_size - 1
-        return others * (records * self.record_bytes + pools * INDEX_RECORD_BYTES)
+        keys_and_records = records * self.record_bytes + pools * INDEX_RECORD_BYTES
+        selection = selection_bytes(sharded_rows, self.pool_topk, self.dcp_world_size)
+        return others * keys_and_records + selection
 
     def ordinary(self, query_tokens: int) -> int:
         """Bytes received when queries, partial outputs and pool candidates are exchanged."""

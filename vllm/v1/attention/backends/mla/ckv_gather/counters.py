@@ -20,6 +20,9 @@ LSE_BYTES = 4
 CANDIDATE_BYTES = 8
 """Bytes of one pool candidate of the ordinary indexer: a float32 score and an int32 id."""
 
+POOL_ID_BYTES = 4
+"""Bytes of one pool id of a selection that is shared out over the ranks: int32."""
+
 EXCHANGES = ("index_keys", "records")
 """The two exchanges of a layer, in the order in which they happen."""
 
@@ -65,6 +68,11 @@ def candidate_bytes(rows: int, width: int, world: int) -> int:
     return (world - 1) * rows * width * CANDIDATE_BYTES
 
 
+def selection_bytes(rows: int, width: int, world: int) -> int:
+    """Bytes received when every rank selects ``width`` pools for its share of ``rows`` queries."""
+    return (world - 1) * -(-rows // world) * width * POOL_ID_BYTES
+
+
 @dataclass
 class Histogram:
     """Durations by bucket.
@@ -95,7 +103,8 @@ class GatherCounters:
     gathered_query_tokens: their query tokens.
     gathered_visible_tokens: their visible tokens, summed over requests.
     ordinary: batches that did not, by reason.
-    ckv_bytes: bytes received by record and index exchanges, all layers.
+    ckv_bytes: bytes received by exchanges of records, index keys and shared-out selections, all
+        layers.
     dcp_bytes: bytes received by query gather, combine and candidate exchange for prefill rows of
         ordinary batches, all layers. Decode rows are left out: they never gather.
     exchange_seconds: durations by kind of exchange, of one layer a batch, see :mod:`.timing`.

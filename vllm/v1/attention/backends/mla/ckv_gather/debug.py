@@ -18,9 +18,9 @@ POISON = 0xFF
 
 
 def poison(buffers: Iterable[torch.Tensor]) -> None:
-    """Overwrite borrowed ``buffers`` (uint8), so that a row nobody wrote cannot look right."""
+    """Overwrite borrowed ``buffers``, so that a row nobody wrote cannot look right."""
     for buffer in buffers:
-        buffer.fill_(POISON)
+        buffer.view(torch.uint8).fill_(POISON)
 
 
 def check_pages(
@@ -81,6 +81,32 @@ def check_tail_slots(slots: torch.Tensor, tail_cache: torch.Tensor) -> None:
         ValueError: as :func:`check_below`.
     """
     check_below("index tail slots", slots, tail_cache.shape[0] * tail_cache.shape[2])
+
+
+def check_selection(
+    pool_ids: torch.Tensor, req_id: torch.Tensor, pool_counts: torch.Tensor
+) -> None:
+    """Check that every row has as many pools as it can, and sees them.
+
+    Finds rows that a rank should have selected for and did not, and rows of another share.
+
+    pool_ids: (T, K) int32. req_id: (T,) int32, -1 for padding. pool_counts: (T,), pools that a row
+        sees.
+
+    Raises:
+        ValueError: a row has not. The message has the row and its numbers.
+    """
+    counts = torch.where(req_id >= 0, pool_counts, 0)
+    chosen = (pool_ids >= 0).sum(1)
+    wrong = chosen != counts.clamp(max=pool_ids.shape[1])
+    wrong |= pool_ids.amax(1) >= pool_counts.clamp(min=1)
+    wrong &= req_id >= 0
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"selected pools: row {row} sees {int(counts[row])}, {int(chosen[row])} are chosen, "
+            f"the largest is {int(pool_ids[row].max())}"
+        )
 
 
 def check_index_pages(

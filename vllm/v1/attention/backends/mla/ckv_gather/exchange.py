@@ -51,7 +51,7 @@ def all_gather_in_place(
 ) -> None:
     """Exchange the rank spans of ``gathered``; this rank's span must be filled before.
 
-    gathered: (N * padded, bytes), uint8, contiguous. Rank k's records lie in rows
+    gathered: (N * padded, columns), contiguous, of any type. Rank k's rows are
         ``[k * padded, (k + 1) * padded)``. The send buffer is a view of the receive buffer, so no
         second buffer exists and the own span is not copied.
     padded: rows of one span, the same on every rank. 0 means that no rank has a record, and then
@@ -60,20 +60,17 @@ def all_gather_in_place(
     rank: this rank's number in ``group``.
 
     Raises:
-        ValueError: shape, type or layout of ``gathered`` or ``rank`` does not fit the group.
+        ValueError: shape or layout of ``gathered`` or ``rank`` does not fit the group.
             All but ``rank`` are the same everywhere, so ranks fail together instead of waiting.
     """
     world, place = _place(group)
     if gathered.dim() != 2 or gathered.shape[0] != world * padded:
         raise ValueError(
             f"the gather buffer has shape {tuple(gathered.shape)}, expected "
-            f"({world} * {padded}, bytes); borrow it for this batch's layout"
+            f"({world} * {padded}, columns); borrow it for this batch's layout"
         )
-    if gathered.dtype != torch.uint8 or not gathered.is_contiguous():
-        raise ValueError(
-            f"the gather buffer has type {gathered.dtype} and strides {gathered.stride()}; "
-            "pass contiguous uint8 records"
-        )
+    if not gathered.is_contiguous():
+        raise ValueError(f"the gather buffer has strides {gathered.stride()}; pass contiguous rows")
     if rank != place:
         raise ValueError(
             f"rank {rank} was passed, the group numbers this process {place}; "
@@ -150,6 +147,22 @@ def gather_pools(
         kernels.unpack_pools(
             gathered, staged.starts, staged.seq_lens, interleave, pages, page_starts
         )
+
+
+def gather_selection(
+    selected: torch.Tensor, gathered: torch.Tensor, group: Communicator, rank: int
+) -> None:
+    """Put this rank's share of a selection into its span and exchange the spans.
+
+    selected: (rows, K), int32. Pool ids of the rows of this rank's share, see
+        ``layout.RowShares``; no row where the batch has fewer than ranks.
+    gathered: (N * S, K), int32. Receives the pool ids of all rows, in their order: shares are
+        consecutive and only the last ones are short. Rows past the batch's may hold anything.
+    """
+    rows_per_share = gathered.shape[0] // _place(group)[0]
+    first = rank * rows_per_share
+    gathered[first : first + selected.shape[0]] = selected
+    all_gather_in_place(gathered, rows_per_share, group, rank)
 
 
 def all_gather_candidates(

@@ -111,6 +111,34 @@ def plan_index_pages(pool_lens_cpu: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 @dataclass(frozen=True)
+class RowShares:
+    """The rows of a batch that each rank selects pools for: consecutive ones, or all of them.
+
+    num_rows: rows T of the batch.
+    shares: 1, every rank selects for all rows, or N, rank k selects for rows
+        ``[k * S, (k + 1) * S)`` as far as there are any.
+    """
+
+    num_rows: int
+    shares: int
+
+    @property
+    def rows_per_share(self) -> int:
+        """Rows S of a share: ``ceil(T / shares)``."""
+        return -(-self.num_rows // self.shares)
+
+    @property
+    def exchanged_rows(self) -> int:
+        """Rows of the buffer in which the shares meet: ``N * S``, 0 without an exchange."""
+        return self.shares * self.rows_per_share if self.shares > 1 else 0
+
+    def rows_of(self, rank: int) -> slice:
+        """The rows that ``rank`` selects for; an empty slice behind the last row."""
+        begin = min(rank % self.shares * self.rows_per_share, self.num_rows)
+        return slice(begin, min(begin + self.rows_per_share, self.num_rows))
+
+
+@dataclass(frozen=True)
 class StagedLayout:
     """A layout on the device, as kernels read it.
 

@@ -16,13 +16,14 @@ from vllm.distributed import get_dcp_group
 from vllm.logger import init_logger
 
 from vllm.v1.attention.backends.mla.ckv_gather import debug, exchange, metrics, remap, startup
-from vllm.v1.attention.backends.mla.ckv_gather.byte_model import ByteModel
+from vllm.v1.attention.backends.mla.ckv_gather.byte_model import ByteModel, shards_selection
 from vllm.v1.attention.backends.mla.ckv_gather.counters import (
     NOT_PREFILL,
     GatherCounters,
     candidate_bytes,
     combine_bytes,
     query_gather_bytes,
+    selection_bytes,
 )
 from vllm.v1.attention.backends.mla.ckv_gather.eligibility import (
     BatchFacts,
@@ -45,6 +46,7 @@ from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
 )
 from vllm.v1.attention.backends.mla.ckv_gather.layout import (
     RankMajorLayout,
+    RowShares,
     StagedLayout,
     plan_index_pages,
     plan_layout,
@@ -82,6 +84,8 @@ class CkvBatchPlan:
     num_index_pages: planar index pages of all requests.
     page_starts: (R,) int32. First planar index page of each request.
     page_table: (R, W) int32. Planar index pages of each request, in order.
+    selection_shares: N if each rank selects for a share of the rows, 1 if every rank selects for
+        all.
     """
 
     tokens: RankMajorLayout
@@ -91,6 +95,7 @@ class CkvBatchPlan:
     num_index_pages: int
     page_starts: torch.Tensor
     page_table: torch.Tensor
+    selection_shares: int
 
 
 @dataclass(frozen=True)
@@ -122,10 +127,13 @@ class CkvGather:
         self.vllm_config = vllm_config
         parallel = vllm_config.parallel_config
         self.dcp_world_size = parallel.decode_context_parallel_size
-        self.pool_size = int(vllm_config.model_config.hf_text_config.index_kpool)
+        sizes = vllm_config.model_config.hf_text_config
+        self.pool_size = int(sizes.index_kpool)
+        self.pool_topk = sizes.index_topk // self.pool_size
         self.mode = envs.VLLM_B12X_MLA_CKV_GATHER
         self.why_off = startup.why_off(vllm_config, self.mode)
         self.enabled = self.why_off is None
+        self.shard_selection = self.enabled and bool(envs.VLLM_B12X_MLA_CKV_SHARD_SELECTION)
         self.debug = bool(envs.VLLM_CKV_DEBUG)
         self.max_num_seqs = vllm_config.scheduler_config.max_num_seqs
         self.max_visible_tokens = self._max_visible_tokens()
@@ -156,7 +164,7 @@ class CkvGather:
             pool_size=self.pool_size,
             record_bytes=self.record_format(self.vllm_config.cache_config.cache_dtype).record_bytes,
             local_heads=sizes.num_attention_heads // parallel.tensor_parallel_size,
-            pool_topk=sizes.index_topk // self.pool_size,
+            pool_topk=self.pool_topk,
             a2a=parallel.dcp_comm_backend == "a2a",
         )
 
@@ -221,6 +229,7 @@ class CkvGather:
         return {
             "VLLM_B12X_MLA_CKV_GATHER": self.mode if self.mode == "auto" else int(self.mode),
             "VLLM_B12X_MLA_CKV_GATHER_MIN_TOKENS": self.limits.min_query_tokens,
+            "VLLM_B12X_MLA_CKV_SHARD_SELECTION": int(self.shard_selection),
             "the capacity in visible tokens": self.max_visible_tokens,
             "--max-num-seqs": self.max_num_seqs,
             "the block size": cache.block_size,
@@ -290,7 +299,11 @@ class CkvGather:
             width=shapes.width,
         )
         self.workspace = WorkspacePlan.from_geometry(
-            geometry, self.max_visible_tokens, self.max_num_seqs, tuple(scratch)
+            geometry,
+            self.max_visible_tokens,
+            self.max_num_seqs,
+            tuple(scratch),
+            (shapes.num_tokens, shapes.pool_topk) if self.shard_selection else (0, 0),
         )
         device = self.workspace.reserve()
         self._staging(device)
@@ -352,17 +365,33 @@ class CkvGather:
             for_graph_capture=capturing,
             dual_batch_overlap=self.vllm_config.parallel_config.use_ubatching,
         )
+        rows, shares = common.num_actual_tokens, 1
+        if self.shard_selection and lengths is not None:
+            pools = lengths[:num_requests] // self.pool_size
+            pairs = int((query_lens[:num_requests].long() * pools).sum())
+            if shards_selection(rows, pairs // max(rows, 1), self.dcp_world_size, self.pool_topk):
+                shares = self.dcp_world_size
         if self.byte_model is not None and lengths is not None:
             facts = replace(
                 facts,
-                gathered_bytes=self.byte_model.gathered(lengths[:num_requests].tolist()),
+                gathered_bytes=self.byte_model.gathered(
+                    lengths[:num_requests].tolist(), rows if shares > 1 else 0
+                ),
                 ordinary_bytes=self.byte_model.ordinary(facts.num_query_tokens),
             )
         decision = decide(facts, self.limits)
         if self.debug and self.dcp_world_size > 1:
             exchange.require_same(
-                "decision, query tokens, requests and visible tokens of a batch",
-                [decision.gather, facts.num_query_tokens, num_requests, facts.visible_tokens],
+                "decision, query tokens, requests, visible tokens, rows and selection shares of a "
+                "batch",
+                [
+                    decision.gather,
+                    facts.num_query_tokens,
+                    num_requests,
+                    facts.visible_tokens,
+                    rows,
+                    shares,
+                ],
                 get_dcp_group().cpu_group,
             )
         if count:
@@ -372,7 +401,9 @@ class CkvGather:
         if not decision.gather:
             return None
         assert lengths is not None
-        return self.layout_batch(lengths[:num_requests].to(torch.int64), common.seq_lens.device)
+        return self.layout_batch(
+            lengths[:num_requests].to(torch.int64), common.seq_lens.device, shares
+        )
 
     def _count(self, facts: BatchFacts, decision: Decision) -> None:
         counters = self.counters
@@ -422,7 +453,9 @@ class CkvGather:
         """Count an ordinary exchange of ``width`` pool candidates for ``rows`` prefill rows."""
         self.counters.dcp_bytes += candidate_bytes(rows, width, self.dcp_world_size)
 
-    def layout_batch(self, lengths: torch.Tensor, device: torch.device) -> CkvBatchPlan:
+    def layout_batch(
+        self, lengths: torch.Tensor, device: torch.device, selection_shares: int = 1
+    ) -> CkvBatchPlan:
         """Lay out requests of ``lengths`` ((R,) int64, CPU) and stage the plan to ``device``.
 
         One transfer that the host does not wait for, into memory that :meth:`freeze_and_reserve`
@@ -450,6 +483,7 @@ class CkvGather:
             num_index_pages=num_pages,
             page_starts=starts,
             page_table=tables.fill(starts, width, num_pages),
+            selection_shares=selection_shares,
         )
 
     def _staging(self, device: torch.device) -> tuple[StagingRing, PageTables]:
@@ -466,24 +500,74 @@ class CkvGather:
         """Planar index pages of the longest request that a gather holds."""
         return max_index_pages(self.limits.max_visible_tokens, self.pool_size)
 
+    def select_pools(
+        self,
+        plan: CkvBatchPlan,
+        kernels: SparseMLAKernels,
+        index_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        q_fp8: torch.Tensor,
+        weights: torch.Tensor,
+        req_id: torch.Tensor,
+        pool_counts: torch.Tensor,
+        topk: int,
+    ) -> torch.Tensor:
+        """Select pools among the index keys of all ranks, as one rank without DCP would.
+
+        index_cache, block_table: this rank's, see ``exchange.gather_pools``. The others: all T
+        rows, and K pools to choose, see ``SparseMLAKernels.select_pools``.
+
+        Returns:
+            pool ids (T, K) int32, the same on every rank. Valid until the next user of vLLM's
+            workspace.
+        """
+        group = get_dcp_group()
+        shares = RowShares(q_fp8.shape[0], plan.selection_shares)
+        pages, page_table, selection = self.gather_index_keys(
+            plan, kernels, index_cache, block_table, shares.exchanged_rows
+        )
+        own = shares.rows_of(group.rank_in_group)
+        pool_ids, _ = kernels.select_pools(
+            q_fp8[own],
+            weights[own],
+            pages,
+            page_table,
+            req_id[own],
+            pool_counts[own],
+            topk,
+        )
+        if shares.exchanged_rows:
+            exchange.gather_selection(
+                pool_ids, selection, exchange.communicator_of(group), group.rank_in_group
+            )
+            pool_ids = selection[: shares.num_rows]
+            self.counters.ckv_bytes += selection_bytes(shares.num_rows, topk, self.dcp_world_size)
+        if self.debug:
+            debug.check_selection(pool_ids, req_id, pool_counts)
+        return pool_ids
+
     def gather_index_keys(
         self,
         plan: CkvBatchPlan,
         kernels: SparseMLAKernels,
         index_cache: torch.Tensor,
         block_table: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        selection_rows: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Exchange the batch's index keys.
 
+        selection_rows: ``layout.RowShares.exchanged_rows``.
+
         Returns:
-            Planar pages (pages, 64, 132) uint8 in global pool order, and their page table
-            (R, W) int32. Valid until the next user of vLLM's workspace.
+            Planar pages (pages, 64, 132) uint8 in global pool order, their page table (R, W)
+            int32, and room for the selection (selection_rows, K) int32. Valid until the next user
+            of vLLM's workspace.
         """
         assert self.workspace is not None
         group = get_dcp_group()
-        buffers = self.workspace.borrow_index(plan.pools, plan.num_index_pages)
+        buffers = self.workspace.borrow_index(plan.pools, plan.num_index_pages, selection_rows)
         if self.debug:
-            debug.poison((buffers.records, buffers.pages))
+            debug.poison((buffers.records, buffers.pages, buffers.selection))
             debug.check_pages(
                 "index keys",
                 block_table,
@@ -510,7 +594,7 @@ class CkvGather:
         # A size of -1 would be ambiguous for prompts below one pool, which have no page at all.
         num_pages = buffers.pages.shape[0]
         pages = buffers.pages.view(num_pages, POOLS_PER_INDEX_PAGE, INDEX_RECORD_BYTES)
-        return pages, plan.page_table
+        return pages, plan.page_table, buffers.selection
 
     def gather_latents(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -259,8 +259,13 @@ def _all_gathered_once(
     # One token leaves every rank but the first without a record, and all without a pool; a pool
     # on the first rank alone comes next.
     received = gather.counters.ckv_bytes
-    for lengths in dict.fromkeys((1, min(gather.pool_size, visible), visible)):
-        _gathered_once(gather, kernels, batch, cache, index_cache, lengths)
+    for length in dict.fromkeys((1, min(gather.pool_size, visible), visible)):
+        _gathered_once(gather, kernels, batch, cache, index_cache, length)
+    if gather.shard_selection:
+        # One row leaves every rank but the first without a row to select for.
+        for rows in dict.fromkeys((1, batch.num_tokens)):
+            few = replace(batch, num_tokens=rows)
+            _gathered_once(gather, kernels, few, cache, index_cache, visible, gather.dcp_world_size)
     gather.counters.ckv_bytes = received
 
 
@@ -288,18 +293,11 @@ def _write_once(
     )
 
 
-def _select_once(
-    kernels: SparseMLAKernels, batch: _Batch, pages: torch.Tensor, page_table: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _index_queries(batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
     heads = batch.shapes.index_heads
-    return kernels.select_pools(
+    return (
         batch.zeros(heads, INDEX_DIM, dtype=torch.uint8).view(torch.float8_e4m3fn),
         batch.zeros(heads, dtype=torch.float32),
-        pages,
-        page_table,
-        batch.zeros(),
-        batch.zeros(),
-        batch.shapes.pool_topk,
     )
 
 
@@ -314,7 +312,9 @@ def _ordinary_once(
 ) -> None:
     geometry, shapes, device = gather.geometry.get(), batch.shapes, batch.device
     table = torch.zeros((1, gather.max_pages), dtype=torch.int32, device=device)
-    pool_ids, scores = _select_once(kernels, batch, index_cache, table)
+    pool_ids, scores = kernels.select_pools(
+        *_index_queries(batch), index_cache, table, batch.zeros(), batch.zeros(), shapes.pool_topk
+    )
     if gather.dcp_world_size > 1:
         pool_ids = kernels.merge_pool_candidates(
             *exchange.all_gather_candidates(scores, pool_ids), shapes.pool_topk
@@ -347,16 +347,26 @@ def _gathered_once(
     cache: torch.Tensor,
     index_cache: torch.Tensor,
     length: int,
+    selection_shares: int = 1,
 ) -> None:
-    plan = gather.layout_batch(torch.tensor([length], dtype=torch.int64), batch.device)
+    lengths = torch.tensor([length], dtype=torch.int64)
+    plan = gather.layout_batch(lengths, batch.device, selection_shares)
     # Every page of the request is page 0: what is packed does not matter, only how much.
     table = torch.zeros(
         (1, -(-plan.tokens.padded // POOLS_PER_INDEX_PAGE) + 1),
         dtype=torch.int32,
         device=batch.device,
     )
-    pages, page_table = gather.gather_index_keys(plan, kernels, index_cache, table)
-    _select_once(kernels, batch, pages, page_table)
+    gather.select_pools(
+        plan,
+        kernels,
+        index_cache,
+        table,
+        *_index_queries(batch),
+        batch.zeros(),
+        batch.zeros(),
+        batch.shapes.pool_topk,
+    )
     records, rows, counts, scratch = gather.gather_latents(
         plan, kernels, cache, table, batch.nothing(batch.shapes.width), batch.zeros()
     )

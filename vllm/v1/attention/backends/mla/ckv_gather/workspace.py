@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
     PageGeometry,
     max_index_pages,
 )
-from vllm.v1.attention.backends.mla.ckv_gather.layout import RankMajorLayout
+from vllm.v1.attention.backends.mla.ckv_gather.layout import RankMajorLayout, RowShares
 
 _ALIGNMENT = 256
 """vLLM places every tensor of one request at a multiple of this many bytes."""
@@ -53,21 +53,26 @@ class IndexBuffers:
 
     records: (N * pool_padded, 132), uint8.
     pages: (pages, 8448), uint8. Planar pages of 64 pools in global order.
+    selection: (N * S, K), int32. Pool ids of all rows, where each rank selects for a share of them;
+        no row where every rank selects for all.
     """
 
     records: torch.Tensor
     pages: torch.Tensor
+    selection: torch.Tensor
 
 
 @dataclass(frozen=True)
 class WorkspacePlan:
-    """The shapes of one process, all uint8 but ``scratch``.
+    """The shapes of one process, all uint8 but ``selection`` and ``scratch``.
 
     latents: (N * capacity, record_bytes).
     index: (N * pool_capacity, 132).
     index_pages: (pages, 8448), room for every request to start on a page of its own.
     dcp_world_size: ranks N.
     scratch: (shape, dtype) of further tensors that attention over the latents needs.
+    selection: (N * S, K) int32, pool ids of the largest batch; no row where no batch shares its
+        selection out.
     """
 
     latents: Shape
@@ -75,6 +80,7 @@ class WorkspacePlan:
     index_pages: Shape
     dcp_world_size: int
     scratch: tuple[Request, ...] = ()
+    selection: Shape = (0, 0)
 
     @classmethod
     def from_geometry(
@@ -83,10 +89,13 @@ class WorkspacePlan:
         max_tokens: int,
         max_num_seqs: int,
         scratch: tuple[Request, ...] = (),
+        selection: Shape = (0, 0),
     ) -> WorkspacePlan:
         """Size the buffers for every batch of ``max_num_seqs`` requests that see ``max_tokens``.
 
         geometry: the frozen one; a plan of an earlier page size would be too small.
+        selection: (T, K), rows of the largest batch and pools that a row selects, if selections
+            are shared out over the ranks.
         """
         world = geometry.dcp_world_size
         sizes = {"max_tokens": max_tokens, "max_num_seqs": max_num_seqs}
@@ -99,6 +108,7 @@ class WorkspacePlan:
             ),
             dcp_world_size=world,
             scratch=tuple(scratch),
+            selection=(RowShares(selection[0], world).exchanged_rows, selection[1]),
         )
 
     @property
@@ -109,7 +119,11 @@ class WorkspacePlan:
     @property
     def index_requests(self) -> tuple[Request, ...]:
         """The same for the index exchange."""
-        return ((self.index, torch.uint8), (self.index_pages, torch.uint8))
+        return (
+            (self.index, torch.uint8),
+            (self.index_pages, torch.uint8),
+            (self.selection, torch.int32),
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -138,14 +152,16 @@ class WorkspacePlan:
         latents, *scratch = _take(self.latent_requests)
         return LatentBuffers(latents[:rows], tuple(scratch))
 
-    def borrow_index(self, layout: RankMajorLayout, num_pages: int) -> IndexBuffers:
+    def borrow_index(
+        self, layout: RankMajorLayout, num_pages: int, selection_rows: int = 0
+    ) -> IndexBuffers:
         """Return the buffers of one batch's index exchange out of the reserved bytes.
 
         layout: the pool layout of the batch. num_pages: planar pages that it takes, see
-            ``layout.plan_index_pages``.
+            ``layout.plan_index_pages``. selection_rows: ``layout.RowShares.exchanged_rows``.
 
         Raises:
-            ValueError: as :meth:`borrow_latents`, for pools and for index pages.
+            ValueError: as :meth:`borrow_latents`, for pools, index pages and rows.
         """
         rows = self._rows("pool", layout, self.index[0])
         if num_pages > self.index_pages[0]:
@@ -153,8 +169,13 @@ class WorkspacePlan:
                 f"the batch needs {num_pages} index pages, {self.index_pages[0]} are reserved; "
                 "take the ordinary path"
             )
-        index, pages = _take(self.index_requests)
-        return IndexBuffers(index[:rows], pages[:num_pages])
+        if selection_rows > self.selection[0]:
+            raise ValueError(
+                f"the batch exchanges the selection of {selection_rows} rows, {self.selection[0]} "
+                "are reserved; select for all rows on every rank"
+            )
+        index, pages, selection = _take(self.index_requests)
+        return IndexBuffers(index[:rows], pages[:num_pages], selection[:selection_rows])
 
     def _rows(self, what: str, layout: RankMajorLayout, reserved: int) -> int:
         if layout.dcp_world_size != self.dcp_world_size:
