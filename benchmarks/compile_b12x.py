@@ -275,6 +275,8 @@ def _child(name: str, out: Path) -> None:
         assert not over, over
         out.write_text(json.dumps(recorder.rows))
         return
+    from dataclasses import replace
+
     import torch
     from b12x.attention import sparse_mla
     from b12x.preparation.device import detect_device
@@ -287,7 +289,7 @@ def _child(name: str, out: Path) -> None:
     device = detect_device(cuda)
     suffix = f", {what['record']} bytes" + (", sm_121" if capability[1] else "")
     sizes = b12x.Sizes(
-        page_size=what["pages"][0],
+        page_size=2304,
         record_bytes=what["record"],
         head_counts=tuple(what["heads"]),
         index_heads=32,
@@ -307,6 +309,9 @@ def _child(name: str, out: Path) -> None:
             recorder.run(plan, device, f"page {page_size}, {kind} slots{suffix}")
     for label, plan in b12x.declare(sizes, cuda).names():
         recorder.run(plan, device, label + suffix)
+    # A page of 256 tokens is one index page, which selection addresses in another unit.
+    for label, plan in b12x.declare(replace(sizes, page_size=256, head_counts=()), cuda).names():
+        recorder.run(plan, device, f"{label}, page 256{suffix}")
     # b12x's own Triton program turns partial sums into the log-sum-exp.
     recorder.triton("decode" + suffix)
     _compile_only_triton(capability)

@@ -15,6 +15,9 @@ from vllm.plugins.b12x_mla_sparse import register  # noqa: E402
 from vllm.v1.attention.backends.mla import b12x_mla_sparse as module  # noqa: E402
 from vllm.v1.attention.backends.mla.ckv_gather import geometry as g  # noqa: E402
 from vllm.v1.attention.backends.mla.ckv_gather.eligibility import Reason  # noqa: E402
+from vllm.v1.attention.backends.mla.sparse_mla_kernels.torch_reference import (  # noqa: E402
+    TorchReferenceKernels,
+)
 
 Stock = module.SparseMLACommonMetadataBuilder
 
@@ -36,6 +39,7 @@ class Layer:
 def implementation(gather) -> module.B12xMLASparseImpl:
     impl = object.__new__(module.B12xMLASparseImpl)
     impl.gather = gather
+    impl.kernels = TorchReferenceKernels()
     op = SimpleNamespace(followed=[])
     op.follow = lambda name, gather: op.followed.append((name, gather))
     impl.indexer = SimpleNamespace(indexer_op=op, k_cache=Layer())
@@ -52,7 +56,7 @@ def gather(monkeypatch):
         ),
         model_config=SimpleNamespace(
             max_model_len=1000,
-            hf_text_config=SimpleNamespace(index_kpool=4, num_hidden_layers=5),
+            hf_text_config=SimpleNamespace(index_kpool=4, index_topk=2048, num_hidden_layers=5),
         ),
         scheduler_config=SimpleNamespace(max_num_seqs=8),
         compilation_config=SimpleNamespace(static_forward_context={}),
@@ -236,6 +240,52 @@ def test_bound_caches_must_have_the_frozen_page_and_record(monkeypatch, gather):
         assert "--block-size to a multiple of 256" in str(error.value)
 
 
+def unbacked(pages: int, rows: int, width: int, stride: int) -> torch.Tensor:
+    """A cache of any size, with pages ``stride`` bytes apart and no memory behind it."""
+    return torch.empty_strided(
+        (pages, 1, rows, width), (stride, stride, width, 1), dtype=torch.uint8, device="meta"
+    )
+
+
+def test_a_cache_beyond_int32_row_ids_is_refused_when_it_is_bound(monkeypatch, gather):
+    name = "model.layers.1.self_attn.attn"
+    builder(monkeypatch, gather, name)
+    layer = gather.vllm_config.compilation_config.static_forward_context[name]
+    most = 2**31 // 1024
+    # The last row of page `most` - 1 is 2^31 - 769; one page later every row is too far.
+    layer.bind_kv_cache(unbacked(most, 256, 528, 1024 * 528))
+    with pytest.raises(ValueError) as error:
+        layer.bind_kv_cache(unbacked(most + 1, 256, 528, 1024 * 528))
+    for part in ("2,097,153 pages", "540,672 bytes", "2,147,483,903", "2,147,483,647",
+                 "--gpu-memory-utilization"):  # fmt: skip
+        assert part in str(error.value)
+
+
+def test_an_index_cache_that_b12x_cannot_select_from_is_refused_when_it_is_bound(
+    monkeypatch, gather
+):
+    """So no batch meets it. NVFP4 records in pages of 256 tokens, the smallest reach there is."""
+    pytest.importorskip("b12x")
+    pytest.importorskip("cutlass")
+    from vllm.v1.attention.backends.mla.sparse_mla_kernels import b12x
+
+    name = "model.layers.1.self_attn.attn"
+    builder(monkeypatch, gather, name)
+    layer = gather.vllm_config.compilation_config.static_forward_context[name]
+    layer.impl.kernels = kernels = b12x.B12xKernels(TorchReferenceKernels())
+    kernels.sizes = b12x.Sizes(256, 304, (), 32, 512, 2051, 1.0)
+    kernels.plans = b12x.declare(kernels.sizes, torch.device("cpu"))
+    index, stride = layer.impl.indexer.k_cache, 304 * 1024
+    most = 2**31 // (stride // 16) + 1
+    index.bind_kv_cache(unbacked(most, 64, 132, stride))
+    assert index.kv_cache.shape == (most, 64, 132)
+    with pytest.raises(ValueError) as error:
+        index.bind_kv_cache(unbacked(most + 1, 64, 132, stride))
+    for part in (f"{most + 1:,} pages", "311,296 bytes", f"{(most + 1) * stride:,} bytes",
+                 "34,359,738,368", "--gpu-memory-utilization"):  # fmt: skip
+        assert part in str(error.value)
+
+
 def test_draft_and_target_share_one_gather_and_a_new_engine_gets_its_own(monkeypatch):
     register()
 
@@ -243,7 +293,7 @@ def test_draft_and_target_share_one_gather_and_a_new_engine_gets_its_own(monkeyp
         return SimpleNamespace(
             parallel_config=SimpleNamespace(decode_context_parallel_size=2),
             model_config=SimpleNamespace(
-                max_model_len=100, hf_text_config=SimpleNamespace(index_kpool=4)
+                max_model_len=100, hf_text_config=SimpleNamespace(index_kpool=4, index_topk=2048)
             ),
             scheduler_config=SimpleNamespace(max_num_seqs=8),
             compilation_config=compilation,

@@ -320,7 +320,11 @@ class B12xMLASparseImpl(SparseMLACommonImpl[B12xMLASparseMetadata]):
             )
         if self.indexer is not None:
             self.indexer.indexer_op.follow(layer_name, self.gather)
-            check_when_bound(self.indexer.k_cache, geometry.check_bound_index)
+            check_when_bound(self.indexer.k_cache, self._check_index_cache)
+
+    def _check_index_cache(self, cache: torch.Tensor) -> None:
+        self.gather.geometry.check_bound_index(cache)
+        self.kernels.check_index_cache(cache)
 
     def reserve_workspace(self) -> None:
         """Called in the profiling run: freeze the geometry, reserve buffers, run everything once.

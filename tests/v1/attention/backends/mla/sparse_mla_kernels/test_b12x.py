@@ -342,8 +342,8 @@ def select_arguments(rows=3, requests=2, columns=4, pages=8):
         ({"weights": torch.zeros(3, 16)}, r"weights.*\(3, 16\).*\[3, 32\]"),
         ({"index_pages": torch.zeros(8, 32, INDEX).byte()}, r"32, 132.*64 x 132"),
         ({"index_pages": torch.zeros(8, PAGE_BYTES)}, r"float32"),
-        ({"index_pages": torch.zeros(8, 8448 + 528).byte()[:, :PAGE_BYTES]}, None),
-        ({"index_pages": torch.zeros(8, 8464).byte()[:, :PAGE_BYTES]}, r"multiple of 528"),
+        ({"index_pages": torch.zeros(8, 3 * 8448).byte()[:, :PAGE_BYTES]}, None),
+        ({"index_pages": torch.zeros(8, 8448 + 528).byte()[:, :PAGE_BYTES]}, r"multiple of 8448"),
         ({"index_pages": torch.zeros(8, 8456).byte()[:, :PAGE_BYTES]}, r"8456 bytes apart"),
         ({"page_table": torch.zeros(2, 4).long()}, r"int64.*int32"),
         ({"page_table": torch.zeros(1, 8193).int()}, r"8193 columns, 8192"),
@@ -362,11 +362,21 @@ def test_selection_refuses(started, change, message):
 
 
 @pytest.mark.parametrize(
-    ("record", "unit", "reach"), [(528, 528, "1,133,871,366,144"), (304, 16, "34,359,738,368")]
+    ("page_size", "record", "unit", "reach"),
+    [
+        (512, 528, 8448, "18,141,941,858,304"),
+        (2304, 304, 8448, "18,141,941,858,304"),
+        # One index page a page: a block is whole records, and no multiple of an index page.
+        (256, 528, 528, "1,133,871,366,144"),
+        (256, 304, 16, "34,359,738,368"),
+    ],
 )
-def test_an_index_cache_beyond_int32_units_is_refused_with_the_numbers(record, unit, reach):
-    assert provider.Sizes(**GLM | {"record_bytes": record}).page_unit == unit
-    stride = 2304 * 561
+def test_an_index_cache_beyond_int32_units_is_refused_with_the_numbers(
+    page_size, record, unit, reach
+):
+    sizes = provider.Sizes(**GLM | {"page_size": page_size, "record_bytes": record})
+    assert sizes.page_unit == unit
+    stride = unit * math.lcm(record, 8448)
     most = (2**31 - 1) // (stride // unit) + 1
     assert provider.page_units(most, stride, unit) == stride // unit
     with pytest.raises(ValueError) as error:
@@ -375,10 +385,27 @@ def test_an_index_cache_beyond_int32_units_is_refused_with_the_numbers(record, u
         assert part in str(error.value)
 
 
-def test_selection_reaches_all_memory_of_a_gpu_of_96_gb():
+@pytest.mark.parametrize("record", [528, 304])
+def test_selection_reaches_all_memory_of_eight_gpus(record):
     """vLLM lays the pages of all layers into one allocation: a layer's span all of it."""
-    unit = provider.Sizes(**GLM).page_unit
-    assert provider.page_units(96 * 10**9 // PAGE_BYTES, PAGE_BYTES, unit) == PAGE_BYTES // unit
+    unit = provider.Sizes(**GLM | {"record_bytes": record}).page_unit
+    assert provider.page_units(8 * 288 * 10**9 // PAGE_BYTES, PAGE_BYTES, unit) == 1
+
+
+def test_a_cache_that_is_bound_is_checked_like_one_that_is_read(started):
+    kernels, fake = started
+    kernels.check_index_cache(torch.zeros(8, PLACES, INDEX, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"8976 bytes apart, need a multiple of 8448"):
+        kernels.check_index_cache(
+            torch.zeros(8, 8976).byte()[:, :PAGE_BYTES].unflatten(1, (PLACES, INDEX))
+        )
+    # No memory behind them.
+    most = torch.empty((2**31, PLACES, INDEX), dtype=torch.uint8, device="meta")
+    kernels.check_index_cache(most)
+    more = torch.empty((2**31 + 1, PLACES, INDEX), dtype=torch.uint8, device="meta")
+    with pytest.raises(ValueError, match=r"2,147,483,649 pages.*18,141,941,858,304"):
+        kernels.check_index_cache(more)
+    assert not fake.log
 
 
 def test_rows_past_the_last_record_are_found_when_asked_for(started, monkeypatch):
@@ -462,7 +489,7 @@ def test_results_do_not_lie_in_the_scratch(started):
     assert scratch == {kernels._scratch.data_ptr()}
 
 
-@pytest.mark.parametrize("gap", [0, 528 * 3])
+@pytest.mark.parametrize("gap", [0, PAGE_BYTES * 3])
 def test_selection_is_the_reference(started, gap):
     kernels, fake = started
     lengths = [3, 64 * 9 + 5, 700]  # of three requests, in pools

@@ -31,6 +31,9 @@ POOLS_PER_INDEX_PAGE = 64
 INDEX_PAGE_BYTES = POOLS_PER_INDEX_PAGE * INDEX_RECORD_BYTES
 """Bytes of one planar index page (8,448)."""
 
+MAX_ROW = 2**31 - 1
+"""Largest row id: selections hold rows of a cache as int32."""
+
 MAX_VISIBLE_TOKENS = 524_288
 """Largest number of visible tokens that a gather may be asked to hold, over a batch's requests."""
 
@@ -301,7 +304,8 @@ class FrozenGeometry:
 
         Raises:
             RuntimeError: nothing is frozen yet.
-            ValueError: page size, record width or a stride differs. The message has both sides.
+            ValueError: page size, record width or a stride differs, or the last record has no
+                int32 row id. The message has both sides.
         """
         geometry = self.get()
         width = geometry.record.record_bytes
@@ -333,6 +337,13 @@ class FrozenGeometry:
                 f"the latent cache has a page stride of {page_stride} bytes, expected at least "
                 f"{geometry.page_bytes} and a multiple of the record width {width}; align the "
                 "block to whole records"
+            )
+        last = max(shape[0] - 1, 0) * (page_stride // width) + geometry.page_size - 1
+        if last > MAX_ROW:
+            raise ValueError(
+                f"the latent cache has {shape[0]:,} pages, {page_stride:,} bytes apart: its last "
+                f"record is row {last:,}, row ids of int32 reach {MAX_ROW:,}; lower "
+                "--gpu-memory-utilization or set --num-gpu-blocks-override"
             )
         return page_stride // width
 

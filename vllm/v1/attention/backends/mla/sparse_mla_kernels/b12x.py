@@ -11,10 +11,10 @@ after the warm-up:
 
 * Records are read as flat rows, never as pages: row ids are what the callers have anyway, and one
   program then serves the local cache of any page size and the gathered buffer.
-* Index pages are addressed in units (:attr:`Sizes.page_unit`) of 528 bytes, or 16 beside NVFP4
-  records: the page table that b12x sees holds ``page * (page stride / unit)``, and the cache it
-  sees is a view whose pages start one unit apart. b12x compiles the page stride into its program;
-  this way it is the same for every cache.
+* Index pages are addressed in units of :attr:`Sizes.page_unit` bytes: the page table that b12x
+  sees holds ``page * (page stride / unit)``, and the cache it sees is a view whose pages start one
+  unit apart. b12x compiles the page stride into its program; this way it is the same for every
+  cache and for the gathered buffer.
 * Attention of many rows goes through one plan per head count, in pieces of its row limit. Few rows
   are split over the columns, by one plan for every power of two.
 
@@ -90,6 +90,7 @@ class Sizes:
     topk: pools to choose.
     width: columns that attention reads of a list of row ids.
     scale: softmax scale.
+    pool_size: tokens in a pool.
 
     Raises:
         ValueError: b12x has no kernel for a size. The message has the sizes that it has.
@@ -102,15 +103,20 @@ class Sizes:
     topk: int
     width: int
     scale: float
+    pool_size: int = 4
 
     @property
     def page_unit(self) -> int:
         """Bytes between the pages of the view of an index cache that selection sees.
 
-        Index pages are whole pages apart where vLLM cuts its blocks into them, else whole blocks,
-        which are whole records. Page tables are int32, and vLLM spreads the pages of a layer over
-        all memory that it has for caches: 2^31 units are 1.1 TB for FP8, 34 GB for NVFP4 records.
+        Page tables are int32, and vLLM spreads the pages of a layer over all memory that it has
+        for caches, so the unit decides how much of that selection reaches. Where vLLM cuts blocks
+        into several index pages, it addresses these by number, and 2^31 of them are 18 TB. A block
+        of one index page is only whole records: 2^31 units are 1.1 TB for FP8, 34 GB for NVFP4
+        records. No page of GLM-5.3-Flash is that small.
         """
+        if self.page_size // self.pool_size > POOLS_PER_INDEX_PAGE:
+            return INDEX_PAGE_BYTES
         return math.gcd(self.record_bytes, INDEX_PAGE_BYTES)
 
     def __post_init__(self) -> None:
@@ -616,6 +622,7 @@ class B12xKernels:
                 # vLLM aligns its lists to more columns than a selection fills.
                 width=min(width, topk * pool_size + pool_size - 1),
                 scale=scale,
+                pool_size=pool_size,
             )
         except ValueError as error:
             name = type(self._shared).__name__
@@ -802,6 +809,12 @@ class B12xKernels:
             return
         plan = self._prepared(self._writers[slot_mapping.dtype], "the record writer")
         self._mla.concat_and_cache_glm_next_mla(latents, cache, slot_mapping, plan=plan)
+
+    def check_index_cache(self, index_cache: torch.Tensor) -> None:
+        """See :meth:`SparseMLAKernels.check_index_cache`: the last page has an int32 number."""
+        if self.passes_on:
+            return self._shared.check_index_cache(index_cache)
+        self._index_view(index_cache, self._planned()[0].page_unit)
 
     def select_pools(
         self,

@@ -214,6 +214,19 @@ class SparseMLAKernels(Protocol):
         """
         ...
 
+    def check_index_cache(self, index_cache: torch.Tensor) -> None:
+        """Check that :meth:`select_pools` can read a cache: called when vLLM binds it.
+
+        Reads sizes and strides only.
+
+        Args:
+            index_cache: [index pages, 64, 132], uint8, planar. The page stride may be padded.
+
+        Raises:
+            ValueError: the layout is another one, or the cache is larger than page numbers reach.
+        """
+        ...
+
     def select_pools(
         self,
         q_fp8: torch.Tensor,

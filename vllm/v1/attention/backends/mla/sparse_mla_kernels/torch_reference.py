@@ -338,6 +338,10 @@ class TorchReferenceKernels:
             keys[pages, places] = records[:, :INDEX_DIM]
             scales[pages, places] = records[:, INDEX_DIM:]
 
+    def check_index_cache(self, index_cache) -> None:
+        """See :meth:`SparseMLAKernels.check_index_cache`: whole pages."""
+        index_planes(index_cache)
+
     def select_pools(self, q_fp8, weights, index_pages, page_table, req_id, pool_counts, topk):
         """See :meth:`SparseMLAKernels.select_pools`.
 

@@ -1512,6 +1512,11 @@ class TritonKernels:
             num_warps=4,
         )
 
+    def check_index_cache(self, index_cache) -> None:
+        """See :meth:`SparseMLAKernels.check_index_cache`: whole pages, 16 bytes aligned."""
+        _check_index_pages(index_cache)
+        _stride16(index_cache, "the index cache")
+
     def select_pools(self, q_fp8, weights, index_pages, page_table, req_id, pool_counts, topk):
         """See :meth:`SparseMLAKernels.select_pools`.
 
