@@ -157,6 +157,19 @@ def test_sizes_are_those_of_the_runtime(sizes):
     assert plan.kv_tokens_given_up == blocks * 2304 * 4
 
 
+@pytest.mark.parametrize("max_tokens", [4096, 524_288])
+def test_a_shared_selection_needs_its_bytes_only_where_others_do_not_have_them(sizes, max_tokens):
+    """512 ids of 8,192 rows are 16 MiB; they come after the index keys, before the records."""
+    plain, shared = (
+        make(sizes, max_tokens=max_tokens, shard_selection=share) for share in (False, True)
+    )
+    # Index keys twice, as records of 132 bytes for each four tokens and as pages.
+    index = 16 * 2**20 + 2 * 33 * max_tokens
+    assert shared.workspace_bytes >= max(plain.workspace_bytes, index)
+    assert (shared.workspace_bytes > plain.workspace_bytes) == (max_tokens == 4096)
+    assert shared.rows == plain.rows
+
+
 def test_smaller_records(sizes):
     plan = make(sizes, kv_cache_dtype="nvfp4_ds_mla")
     assert plan.page_tokens == 2304

@@ -13,6 +13,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
 from math import lcm, prod
 from pathlib import Path
@@ -368,11 +369,14 @@ def make_plan(
     block_size: int | None = None,
     max_tokens: int | None = None,
     speculative_tokens: int = 0,
+    shard_selection: bool = False,
     gpu_assumed: bool = False,
 ) -> Plan:
     """Plan ``sizes`` on ``gpu``; the arguments are vLLM's flags of the same names.
 
     max_tokens: ``VLLM_B12X_MLA_CKV_GATHER_MAX_TOKENS``.
+    shard_selection: ``VLLM_B12X_MLA_CKV_SHARD_SELECTION``, which needs memory; bytes on the link
+        and times are estimated without it.
 
     Raises:
         UsageError, ValueError: the sizes do not go together; the message has the remedy.
@@ -426,8 +430,10 @@ def make_plan(
                 width=list_width(sizes),
             )
         )
-    bare = WorkspacePlan.from_geometry(geometry, limit, max_num_seqs)
-    workspace = WorkspacePlan.from_geometry(geometry, limit, max_num_seqs, scratch)
+    topk = sizes.index_topk // sizes.pool_size
+    selection = (max_num_batched_tokens, topk) if shard_selection else (0, 0)
+    sized = partial(WorkspacePlan.from_geometry, geometry, limit, max_num_seqs, selection=selection)
+    bare, workspace = sized(), sized(scratch)
     kernels, held = kernel_bytes(sizes, gpu, page, record, (local_heads, dcp * local_heads))
     staging = device_bytes(max_num_seqs, dcp, max_index_pages(limit, sizes.pool_size))
     block = block_bytes(sizes, page, record)
@@ -438,7 +444,7 @@ def make_plan(
         pool_size=sizes.pool_size,
         record_bytes=record.record_bytes,
         local_heads=local_heads,
-        pool_topk=sizes.index_topk // sizes.pool_size,
+        pool_topk=topk,
         a2a=dcp_comm_backend == "a2a",
     )
     chunk = min(max_num_batched_tokens, max_model_len)
@@ -639,6 +645,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="VLLM_B12X_MLA_CKV_GATHER_MAX_TOKENS (default: unset)",
     )
+    parser.add_argument(
+        "--shard-selection",
+        action="store_true",
+        help="reserve for VLLM_B12X_MLA_CKV_SHARD_SELECTION=1; estimates leave it out",
+    )
     parser.add_argument("--kv-cache-dtype", choices=RECORDS, default=FP8_DS_MLA.name)
     parser.add_argument("--block-size", type=int, help="default: vLLM's choice")
     parser.add_argument("--dcp-comm-backend", choices=("ag_rs", "a2a"), default="ag_rs")
@@ -681,6 +692,7 @@ def run(arguments: argparse.Namespace) -> int:
             block_size=arguments.block_size,
             max_tokens=arguments.max_tokens,
             speculative_tokens=arguments.num_speculative_tokens,
+            shard_selection=arguments.shard_selection,
         )
         if arguments.plot is not None:
             draw(plan, arguments.plot)
