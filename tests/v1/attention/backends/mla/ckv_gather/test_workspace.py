@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes reserved equal bytes borrowed, with vLLM's own workspace manager."""
 
-from pathlib import Path
 
 import pytest
 import torch
@@ -253,24 +252,3 @@ def test_a_layout_of_other_ranks_is_refused():
     plan = WorkspacePlan.from_geometry(geometry(64), 512, 2)
     with pytest.raises(ValueError, match=r"2 ranks.*4"):
         plan.borrow_latents(layouts([16], 2)[0])
-
-
-def test_the_table_of_reservations_is_what_a_plan_reserves(manager):
-    import importlib.util
-
-    path = Path(__file__).parents[6] / "tools/reservation_table.py"
-    spec = importlib.util.spec_from_file_location("reservation_table", path)
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    rows = tool.table(g.FP8_DS_MLA, 8, 4).splitlines()
-    assert len(rows) == 2 + 6 * 4
-    assert len({row.count("|") for row in rows}) == 1
-    plan = WorkspacePlan.from_geometry(geometry(2304), 131_072, 8)
-    plan.reserve()
-    capacity = geometry(2304).capacity(max_tokens=131_072, max_num_seqs=8)
-    reserved = f"{allocated(manager).numel() / 2**20:,.1f}"
-    (row,) = [row for row in rows if row.startswith("| 4 | 4 | 2,304 | 131,072 |")]
-    assert f"| 131,072 | {capacity:,} | {reserved} |" in row
-    # Longer models are capped, not refused.
-    (last,) = [row for row in rows if row.startswith("| 8 | 8 | 1,280 | 1,048,576 |")]
-    assert "| 524,288 |" in last
