@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exchanges are timed one of a kind per batch, and nobody waits for the device."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from vllm.v1.attention.backends.mla.ckv_gather import exchange, timing
+from vllm.v1.attention.backends.mla.ckv_gather import counters, exchange, timing
 from vllm.v1.attention.backends.mla.ckv_gather import plan as plan_module
 from vllm.v1.attention.backends.mla.ckv_gather.counters import Histogram
 
@@ -129,8 +130,11 @@ def test_a_device_that_lags_behind_costs_samples_not_events(device):
     assert device.recorded == made + 2 * timing.PAIRS + 4
 
 
-def test_a_batch_is_timed_by_the_builder_that_counts_it(make_gather, make_common, monkeypatch):
-    """A gather's own two exchanges, on one rank's buffers."""
+@pytest.mark.parametrize("shares", [1, 2])
+def test_a_batch_is_timed_by_the_builder_that_counts_it(
+    make_gather, make_common, monkeypatch, shares
+):
+    """A gather's own exchanges, on one rank's buffers; a selection's only if it is shared out."""
     gather = make_gather()
     gather.timer.prepare(torch.device("cpu"))
     entered = []
@@ -138,28 +142,33 @@ def test_a_batch_is_timed_by_the_builder_that_counts_it(make_gather, make_common
         device_group=None, rank_in_group=0))  # fmt: skip
     monkeypatch.setattr(exchange, "gather_pools", lambda *a, **k: entered.append("index_keys"))
     monkeypatch.setattr(exchange, "gather_latents", lambda *a: entered.append("records"))
+    monkeypatch.setattr(exchange, "gather_selection", lambda *a: entered.append("selection"))
+    kinds = ["index_keys", "records"] if shares == 1 else ["index_keys", "selection", "records"]
+    times = dict.fromkeys(counters.EXCHANGES, 0)
     pages = torch.zeros(1, 64 * 132, dtype=torch.uint8)
-    buffers = SimpleNamespace(records=torch.zeros(8, 528), pages=pages, selection=None, scratch=())
+    ids = torch.zeros(40, 2)
+    buffers = SimpleNamespace(records=torch.zeros(8, 528), pages=pages, selection=ids, scratch=())
     gather.workspace = SimpleNamespace(
         borrow_index=lambda *a: buffers, borrow_latents=lambda *a: buffers
     )
-    kernels = SimpleNamespace(remap=lambda *a, **k: None)
+    kernels = SimpleNamespace(remap=lambda *a, **k: None, select_pools=lambda *a: (ids, None))
     table = torch.zeros(1, 8, dtype=torch.int32)
 
     def step(**options):
         plan = gather.plan_batch(make_common([40], [40]), num_decode_tokens=0, **options)
-        return plan or gather.layout_batch(torch.tensor([40]), torch.device("cpu"))
+        plan = plan or gather.layout_batch(torch.tensor([40]), torch.device("cpu"))
+        return replace(plan, selection_shares=shares)
 
     def layer(plan):
-        gather.gather_index_keys(plan, kernels, pages, table)
+        gather.select_pools(plan, kernels, pages, table, ids, ids, ids, ids, 2)
         gather.gather_latents(plan, kernels, buffers.records, table, table, table)
 
     layer(step(capturing=False, count=False))
     layer(step(capturing=True))
-    assert timed(gather.timer) == {"index_keys": 0, "records": 0}
+    assert timed(gather.timer) == times
     plan = step(capturing=False)
     for _ in range(3):
         layer(plan)
-    assert timed(gather.timer) == {"index_keys": 1, "records": 1}
+    assert timed(gather.timer) == times | dict.fromkeys(kinds, 1)
     assert gather.counters.as_dict()["exchange_seconds"]["records"]["total"] > 0
-    assert entered == ["index_keys", "records"] * 5
+    assert entered == kinds * 5

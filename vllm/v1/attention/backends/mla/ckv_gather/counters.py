@@ -23,8 +23,9 @@ CANDIDATE_BYTES = 8
 POOL_ID_BYTES = 4
 """Bytes of one pool id of a selection that is shared out over the ranks: int32."""
 
-EXCHANGES = ("index_keys", "records")
-"""The two exchanges of a layer, in the order in which they happen."""
+EXCHANGES = ("index_keys", "selection", "records")
+"""The exchanges of a layer, in the order in which they happen; the selection's only where it is
+shared out over the ranks."""
 
 SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 """Upper bounds of a histogram's buckets, inclusive; one more bucket has none."""

@@ -537,9 +537,10 @@ class CkvGather:
             topk,
         )
         if shares.exchanged_rows:
-            exchange.gather_selection(
-                pool_ids, selection, exchange.communicator_of(group), group.rank_in_group
-            )
+            with self.timer.exchange("selection"):
+                exchange.gather_selection(
+                    pool_ids, selection, exchange.communicator_of(group), group.rank_in_group
+                )
             pool_ids = selection[: shares.num_rows]
             self.counters.ckv_bytes += selection_bytes(shares.num_rows, topk, self.dcp_world_size)
         if self.debug:

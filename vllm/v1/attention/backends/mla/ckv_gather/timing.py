@@ -18,7 +18,7 @@ import torch
 from vllm.v1.attention.backends.mla.ckv_gather.counters import Histogram
 
 PAIRS = 8
-"""Exchanges that may be timed at the same time: two of a batch, a few batches in flight."""
+"""Exchanges that may be timed at the same time: three of a batch at most, a few in flight."""
 
 
 class ExchangeTimer:
