@@ -728,6 +728,14 @@ def test_the_table_of_compiled_programs_is_complete():
     for page in (64, 1280, 2304, 4352, 8704):
         for record in (528, 304):
             assert f"page {page}, int64 slots, {record} bytes" in pages
+    # Selection on index pages that are numbered, and on pages of 256 tokens.
+    selection = {row["geometry"] for row in rows if "paged_tiled_logits" in row["program"]}
+    for record in (528, 304):
+        for limit in provider.SELECT_ROWS:
+            assert selection >= {
+                f"select/{limit} rows, {record} bytes",
+                f"select/{limit} rows, page 256, {record} bytes",
+            }
     assert all(int(row["spill_bytes"]) == 0 for row in rows)
 
 
