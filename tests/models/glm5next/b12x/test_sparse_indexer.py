@@ -5,6 +5,7 @@ What it computes on our backend is tested in the engine and with the kernels.
 """
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -110,3 +111,59 @@ def test_registering_makes_stocks_name_build_ours_and_leaves_other_ops_alone(mon
     monkeypatch.setattr(Stock, "__init__", lambda self, *a, **k: torch.nn.Module.__init__(self))
     built = Stock()
     assert type(built) is Ours and built.gather is None
+
+
+class Recorder:
+    """A provider that notes the pool slots it is to write, and where selection reads."""
+
+    def write_pools(self, k, gate, ape, index_cache, pool_slots, *others) -> None:
+        self.pool_slots = pool_slots.tolist()
+
+    def select_pools(self, q, weights, pages, table, req_id, visible_pools, topk):
+        self.read = pages
+        return torch.full((q.shape[0], topk), -1), torch.zeros(q.shape[0], topk)
+
+    def expand_pools(self, pool_ids, positions, pool_size, width):
+        return torch.full((pool_ids.shape[0], width), -1)
+
+
+@pytest.mark.parametrize("is_draft", [False, True])
+def test_a_draft_layer_ignores_the_plan_and_slots_of_rejected_tokens(monkeypatch, is_draft):
+    """Verification of three tokens at 150: one accepted, the others' positions are of before."""
+    kernels = Recorder()
+    monkeypatch.setattr(module, "get_kernels", lambda: kernels)
+    index = SimpleNamespace(slot_mapping=torch.tensor([-1, 6546, -1]), block_table=None)
+    attention = SimpleNamespace(
+        num_actual_tokens=3,
+        num_decode_tokens=0,
+        req_id_per_token=torch.zeros(3, dtype=torch.int32),
+        query_start_loc=torch.tensor([0, 3]),
+        ckv_plan="the model's",
+    )
+    metadata = {
+        "index": index,
+        "tail": SimpleNamespace(slot_mapping=torch.tensor([6, 7, 0])),
+        "layer": attention,
+    }
+    monkeypatch.setattr(
+        module, "get_forward_context", lambda: SimpleNamespace(attn_metadata=metadata)
+    )
+    op = SimpleNamespace(
+        topk_indices_buffer=torch.zeros(8, 35, dtype=torch.int32),
+        k_cache=SimpleNamespace(prefix="index", kv_cache="the layer's own pages"),
+        tail_cache=SimpleNamespace(prefix="tail", kv_cache=None),
+        layer_name="layer",
+        topk_tokens=32,
+        dcp_world_size=1,
+        is_draft=is_draft,
+        gather=SimpleNamespace(
+            debug=False,
+            select_pools=lambda plan, *others: torch.full((3, 8), -1) if plan else None,
+        ),
+    )
+    positions = torch.tensor([150, 102, 103]) if is_draft else torch.tensor([150, 151, 152])
+    tensors = [torch.zeros(3, 2) for _ in range(4)]
+    module.select_tokens(op, *tensors, torch.zeros(4, 2), 4, positions)
+    assert kernels.pool_slots == ([-1, -1, -1] if is_draft else [-1, 6546, -1])
+    # The model's own layers select on the gathered pages instead.
+    assert getattr(kernels, "read", None) == ("the layer's own pages" if is_draft else None)

@@ -67,12 +67,17 @@ def select_tokens(
         rows = int(attention.query_start_loc[-1])
         debug.check_pool_slots(index.slot_mapping[:rows], op.k_cache.kv_cache)
         debug.check_tail_slots(tail.slot_mapping[:rows], op.tail_cache.kv_cache)
+    pool_slots = index.slot_mapping[:num_tokens]
+    if op.is_draft:
+        # vLLM leaves the positions of rejected tokens as they were, but not their slots. Whatever
+        # such a slot gets is written anew before anybody sees the pool.
+        pool_slots = pool_slots.masked_fill((positions + 1) % pool_size != 0, -1)
     kernels.write_pools(
         k[:num_tokens],
         gate_score[:num_tokens],
         compress_ape,
         op.k_cache.kv_cache,
-        index.slot_mapping[:num_tokens],
+        pool_slots,
         op.tail_cache.kv_cache,
         tail.slot_mapping[:num_tokens],
         positions,
@@ -81,8 +86,9 @@ def select_tokens(
     pool_topk = op.topk_tokens // pool_size
     # A query at position p sees p + 1 tokens, so (p + 1) // pool_size complete pools.
     visible_pools = ((positions + 1) // pool_size).to(torch.int32)
-    plan = attention.ckv_plan
-    if op.gather.debug and plan is None:
+    plan = None if op.is_draft else attention.ckv_plan
+    # Positions of a draft layer's rejected tokens may name pages that the request does not have.
+    if op.gather.debug and plan is None and not op.is_draft:
         local_pools = visible_pools
         if op.dcp_world_size != 1:
             local_pools = op.gather.pool_ownership.local_lengths(visible_pools, op.dcp_rank)
@@ -114,7 +120,8 @@ def select_tokens(
             ownership.local_lengths(visible_pools, op.dcp_rank),
             pool_topk,
         )
-        op.gather.count_candidates(num_tokens - attention.num_decode_tokens, pool_topk)
+        if not op.is_draft:
+            op.gather.count_candidates(num_tokens - attention.num_decode_tokens, pool_topk)
         all_scores, all_ids = all_gather_candidates(
             scores, ownership.global_ids(local_ids, op.dcp_rank)
         )
@@ -130,14 +137,16 @@ class B12xSparseAttnIndexer(SparseAttnIndexerKpool):
         super().__init__(*args, **kwargs)
         self.layer_name = ""
         self.gather: Any = None
+        self.is_draft = False
 
-    def follow(self, layer_name: str, gather: Any) -> None:
-        """Read decisions from ``layer_name``'s metadata from now on.
+    def follow(self, layer_name: str, gather: Any, *, is_draft: bool = False) -> None:
+        """Read decisions from ``layer_name``'s metadata from now on; draft layers stay ordinary.
 
         The name is empty until the builder knows it, which is before the first metadata.
         """
         self.layer_name = layer_name
         self.gather = gather
+        self.is_draft = is_draft
 
     def forward_native(
         self,

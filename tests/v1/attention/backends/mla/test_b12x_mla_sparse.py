@@ -41,7 +41,7 @@ def implementation(gather) -> module.B12xMLASparseImpl:
     impl.gather = gather
     impl.kernels = TorchReferenceKernels()
     op = SimpleNamespace(followed=[])
-    op.follow = lambda name, gather: op.followed.append((name, gather))
+    op.follow = lambda name, gather, is_draft: op.followed.append((name, gather, is_draft))
     impl.indexer = SimpleNamespace(indexer_op=op, k_cache=Layer())
     return impl
 
@@ -202,7 +202,7 @@ def test_layers_are_wrapped_once_though_builders_are_made_twice(monkeypatch, gat
         layer.bind_kv_cache, layer.dcp_manager.combine, layer.dcp_manager.query_gather
     )  # fmt: skip
     assert layer.impl.indexer.k_cache.bind_kv_cache is index_bind
-    assert layer.impl.indexer.indexer_op.followed == [(name, gather)] * 2
+    assert layer.impl.indexer.indexer_op.followed == [(name, gather, False)] * 2
 
 
 def packed(pages: int, rows: int, width: int, stride_rows: int) -> torch.Tensor:

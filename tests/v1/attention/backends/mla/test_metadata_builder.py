@@ -109,10 +109,11 @@ def gather(config):
     return gather
 
 
-def make_builder(config, gather, name: str) -> module.B12xMLASparseMetadataBuilder:
-    impl = object.__new__(module.B12xMLASparseImpl)
-    impl.gather, impl.indexer = gather, None
-    config.compilation_config.static_forward_context.setdefault(name, Layer(impl))
+def make_builder(config, gather, *names: str) -> module.B12xMLASparseMetadataBuilder:
+    for name in names:
+        impl = object.__new__(module.B12xMLASparseImpl)
+        impl.gather, impl.indexer = gather, None
+        config.compilation_config.static_forward_context.setdefault(name, Layer(impl))
     spec = MLAAttentionSpec(
         block_size=256,
         num_kv_heads=1,
@@ -121,7 +122,7 @@ def make_builder(config, gather, name: str) -> module.B12xMLASparseMetadataBuild
         cache_dtype_str="fp8_ds_mla",
     )
     spec = module.B12xMLASparseBackend.customize_spec(spec)
-    return module.B12xMLASparseMetadataBuilder(spec, [name], config, torch.device("cpu"))
+    return module.B12xMLASparseMetadataBuilder(spec, list(names), config, torch.device("cpu"))
 
 
 class Runner:
@@ -210,9 +211,22 @@ def test_a_draft_layer_is_ordinary_where_the_model_gathers(config, gather):
         # Its caches are cut over the ranks like the model's.
         assert draft.dcp_world_size == WORLD and metadata.cp_kv_cache_interleave_size == 4
     assert gather.counters.gathered_batches == 1 and not gather.counters.ordinary
-    layer = config.compilation_config.static_forward_context[DRAFT]
-    assert isinstance(layer.dcp_manager.combine, module.OrdinaryOnly)
-    assert isinstance(layer.dcp_manager.query_gather, module.OrdinaryOnly)
+
+
+@pytest.mark.parametrize("names", [(TARGET, DRAFT), (DRAFT, TARGET)])
+def test_a_draft_layer_in_the_model_s_group_keeps_nobody_from_gathering(config, gather, names):
+    """vLLM builds once for layers that are alike; the draft layer gets the model's metadata."""
+    builder = make_builder(config, gather, *names)
+    # The draft model's own builder comes second, and the draft layer is attached again.
+    make_builder(config, gather, DRAFT)
+    assert builder.build(0, Runner().step([20, 30], [120, 30], True)).ckv_plan is not None
+    assert gather.counters.gathered_batches == 1
+    layers = config.compilation_config.static_forward_context
+    for name, draft in ((TARGET, False), (DRAFT, True)):
+        assert layers[name].impl.is_draft == draft
+        manager = layers[name].dcp_manager
+        for collective in (manager.query_gather, manager.combine):
+            assert isinstance(collective, module.OrdinaryOnly) != draft
 
 
 def test_an_implementation_knows_its_ranks_before_it_is_initialised(monkeypatch):

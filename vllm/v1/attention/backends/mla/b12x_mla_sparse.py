@@ -129,7 +129,8 @@ class B12xMLASparseMetadata(SparseMLACommonMetadata):
     """Sparse MLA metadata plus the batch's one decision."""
 
     ckv_plan: CkvBatchPlan | None = None
-    """The rank-major plan of a batch that gathers; None for every ordinary batch."""
+    """The rank-major plan of a batch that gathers; None for every ordinary batch. Draft layers may
+    share this object with the model's layers, and stay ordinary: none of them reads it."""
 
 
 def current_metadata(layer_name: str) -> Any:
@@ -212,10 +213,13 @@ class B12xMLASparseMetadataBuilder(SparseMLACommonMetadataBuilder[B12xMLASparseM
         # A builder means that caches are about to be bound.
         self.gather.geometry.get()
         depth = vllm_config.model_config.hf_text_config.num_hidden_layers
-        self._is_draft = any(is_draft_layer(name, depth) for name in layer_names)
+        # vLLM builds once for all layers that are alike, a draft layer among the model's own. It
+        # also makes a builder for the draft layers alone.
+        drafts = {name for name in layer_names if is_draft_layer(name, depth)}
+        self._is_draft = len(drafts) == len(layer_names)
         self._counts = not self._is_draft and self.gather.counts_for(layer_names[0])
         for name in layer_names:
-            layers[name].impl.attach_layer(layers[name], name)
+            layers[name].impl.attach_layer(layers[name], name, is_draft=name in drafts)
 
     def _build_req_id_per_token(
         self, common_attn_metadata: CommonAttentionMetadata
@@ -284,6 +288,9 @@ class B12xMLASparseImpl(SparseMLACommonImpl[B12xMLASparseMetadata]):
     supports_quant_query_input: bool = False
     lse_base_on_e: bool = True
 
+    is_draft: bool = False
+    """Whether the layer belongs to a draft model, which never gathers; the builder finds out."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.kv_lora_rank != LATENT_DIM or self.qk_rope_head_dim != 0:
@@ -303,14 +310,16 @@ class B12xMLASparseImpl(SparseMLACommonImpl[B12xMLASparseMetadata]):
         if vllm_config.kernel_config.enable_jit_warmup:
             register_stock_warm_ups()
 
-    def attach_layer(self, layer: Any, layer_name: str) -> None:
+    def attach_layer(self, layer: Any, layer_name: str, *, is_draft: bool = False) -> None:
         """Tie the layer's collectives, indexer and caches to our decision and geometry.
 
-        Called by the builder, which vLLM makes twice: idempotent.
+        Called by the builder, which vLLM makes twice: idempotent. Collectives of draft layers are
+        left alone.
         """
+        self.is_draft = is_draft
         geometry = self.gather.geometry
         check_when_bound(layer, geometry.check_bound)
-        manager = layer.dcp_manager
+        manager = None if is_draft else layer.dcp_manager
         if manager is not None and not isinstance(manager.combine, OrdinaryOnly):
             manager.query_gather = OrdinaryOnly(
                 manager.query_gather, layer_name, self.gather.count_query_gather
@@ -319,7 +328,7 @@ class B12xMLASparseImpl(SparseMLACommonImpl[B12xMLASparseMetadata]):
                 manager.combine, layer_name, partial(self.gather.count_combine, manager.use_a2a)
             )
         if self.indexer is not None:
-            self.indexer.indexer_op.follow(layer_name, self.gather)
+            self.indexer.indexer_op.follow(layer_name, self.gather, is_draft=is_draft)
             check_when_bound(self.indexer.k_cache, self._check_index_cache)
 
     def _check_index_cache(self, cache: torch.Tensor) -> None:
@@ -389,7 +398,7 @@ class B12xMLASparseImpl(SparseMLACommonImpl[B12xMLASparseMetadata]):
         assert self.topk_indices_buffer is not None
         token_ids = self.topk_indices_buffer[:num_tokens]
         req_id = attn_metadata.req_id_per_token[:num_tokens]
-        plan = attn_metadata.ckv_plan
+        plan = None if self.is_draft else attn_metadata.ckv_plan
         scratch: tuple[torch.Tensor, ...] | None = None
         if plan is not None:
             records, rows, counts, scratch = self.gather.gather_latents(
