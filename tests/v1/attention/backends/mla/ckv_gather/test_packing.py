@@ -164,3 +164,19 @@ def test_one_layer_leaves_room_for_a_state(sizes):
     for record in FORMATS:
         _, block = make_caches(make_specs(one, 4, record))
         assert block == p.block_bytes(one, 2304, record) >= 2304 * p.STATE_BYTES_PER_TOKEN
+
+
+def test_the_documented_blocks_are_the_planners(sizes):
+    """docs/memory.md: page, block and padding of both formats at every TP."""
+    table = (Path(__file__).parents[6] / "docs/memory.md").read_text()
+    for tp, page in PAGES.items():
+        cells = [f"{tp}", f"{page:,}"]
+        for record in FORMATS:
+            block = p.block_bytes(sizes, page, record)
+            content = sizes.attention_layers * page * (record.record_bytes + 33)
+            padding = block - content
+            share = f"{padding:,} ({100 * padding / content:.2f} %)" if padding else "0"
+            cells += [f"{block:,}", share]
+        assert f"| {' | '.join(cells)} |" in table
+    states = [p.block_bytes(sizes, 2304, record) // (2304 * 512) for record in FORMATS]
+    assert "holds {} KDA states with FP8 records and {} with NVFP4".format(*states) in table
