@@ -3,14 +3,15 @@
 
 No GPU that b12x runs on is needed: launches are written down by ``b12x_recorder.py`` in the workers
 and computed by torch. Backend, builder, indexer, provider, the package's plans, scratch layouts and
-checks are the real ones. What one rank sees is what it sees of GLM-5.3-Flash at TP4, DCP4: 16 heads
+checks are the real ones. A rank has the shapes that it has of GLM-5.3-Flash at TP4, DCP4: 16 heads
 of its own, 512 pools, pages of 2,304 tokens. Every result is compared with the torch reference's
 where it is made.
 
-Two ranks, because four take as many times the CPU time of one. So two things of TP4, DCP4 are not
-shown here: ordinary batches have the heads of two ranks, 32, and records come from two. The plans
-for 64 heads are made, prepared and looked up, and one of each kind is run at the end of the start;
+Two ranks, because each costs the CPU time of an engine. So two things of TP4, DCP4 are not shown
+here: ordinary batches have the heads of two ranks, 32, and records come from two. The plans for 64
+heads are made, prepared and looked up, and one of each kind is run at the end of the start;
 ``test_b12x.py`` runs them at more shapes, and ``ckv_ranks.py`` plays four ranks without an engine.
+Nothing here says how the package's kernels behave: none is executed.
 """
 
 import json
