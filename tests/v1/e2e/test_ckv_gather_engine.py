@@ -3,12 +3,14 @@
 
 Six engines serve all tests of this file, each started once: on GPUs if there is one for every rank,
 else on the reference platform. Without context parallelism, ordinary and full-CKV at two ranks;
-full-CKV with the other runner, the other DCP backend and a spawned engine core; full-CKV at four
-ranks; full-CKV with three faults built in, to see that the judgement finds each.
+full-CKV with the other runner, the other DCP backend, a spawned engine core and selections shared
+out over the ranks; full-CKV at four ranks; full-CKV with three faults built in, to see that the
+judgement finds each.
 
 The token budget is smaller than a page, so that chunks end where neither pages nor pools do.
 """
 
+import json
 import os
 import re
 import time
@@ -154,6 +156,18 @@ class Extension:
 '''
 
 
+SHARING = '''
+"""All gathered batches share their selection out; these are too small to do it by themselves."""
+from vllm.v1.attention.backends.mla.ckv_gather import byte_model
+
+byte_model.PAIRS_PER_BYTE, byte_model.PAIRS_PER_EXCHANGE = 0, -1
+
+
+class Extension:
+    pass
+'''
+
+
 class Engines:
     """Starts engines one at a time and keeps their results and logs."""
 
@@ -195,6 +209,12 @@ class Engines:
         result = collect(run_engine(job, log, use_gpu=use_gpu))
         return result, log.read_text(errors="replace")
 
+    def extension(self, name: str, text: str) -> tuple[dict, dict[str, str]]:
+        """Arguments and environment with which workers import ``text`` as the module ``name``."""
+        (self.folder / f"{name}.py").write_text(text)
+        path = os.pathsep.join(filter(None, [str(self.folder), os.environ.get("PYTHONPATH")]))
+        return {"worker_extension_cls": f"{name}.Extension"}, {"PYTHONPATH": path}
+
     def processes(self) -> list[str]:
         """Command lines of processes that any of these engines left behind."""
         found = []
@@ -235,11 +255,14 @@ OTHER = ["4 tokens", "5 tokens", "odd cuts", "prefix", "prefix hit"]
 @pytest.fixture(scope="module")
 def other_runner(engines):
     """Everything the other way round, in a spawned engine core."""
+    sharing, path = engines.extension("ckv_sharing", SHARING)
     return engines.run(
         "other-runner",
-        {"attention_config": {"backend": BACKEND}, "dcp_comm_backend": "ag_rs"} | DCP,
+        {"attention_config": {"backend": BACKEND}, "dcp_comm_backend": "ag_rs"} | DCP | sharing,
         {
             **FLAGS,
+            **path,
+            "VLLM_B12X_MLA_CKV_SHARD_SELECTION": "1",
             "VLLM_USE_V2_MODEL_RUNNER": "0",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -263,15 +286,9 @@ BROKEN = ["odd cuts", "pair", "three"]
 
 @pytest.fixture(scope="module")
 def sabotaged(engines):
-    (engines.folder / "ckv_sabotage.py").write_text(SABOTAGE)
-    path = os.pathsep.join(filter(None, [str(engines.folder), os.environ.get("PYTHONPATH")]))
+    faults, path = engines.extension("ckv_sabotage", SABOTAGE)
     arguments = {"attention_backend": BACKEND, "dcp_comm_backend": "a2a"} | DCP
-    return engines.run(
-        "sabotaged",
-        arguments | {"worker_extension_cls": "ckv_sabotage.Extension"},
-        {**FLAGS, "PYTHONPATH": path},
-        BROKEN,
-    )
+    return engines.run("sabotaged", arguments | faults, {**FLAGS, **path}, BROKEN)
 
 
 def judge(
@@ -394,6 +411,17 @@ def test_the_other_runner_and_dcp_backend_in_a_spawned_engine_core(no_dcp, full,
         # The runners' softmaxes differ in the last bit of a float32.
         assert difference <= (verify.LIMIT_VS_DCP if gpu_count() >= 2 else 1e-6)
         assert mine.cached_tokens == [GROUPS[name].cached]
+
+
+def test_the_other_engine_shares_its_selections_out(engines, full, other_runner):
+    """Same tokens as without, see above; and the ids of the other rank's rows are received."""
+    config = json.loads((engines.model / "config.json").read_text())
+    config = config.get("text_config", config)
+    layers = config["layer_types"].count("full_attention")
+    for name, batches in (("4 tokens", [4]), ("5 tokens", [5]), ("odd cuts", [101, 101, 48])):
+        shared = result_of(other_runner, name, OTHER).counters["ckv_bytes"]
+        ids = sum(-(-rows // 2) for rows in batches) * config["index_topk"] // config["index_kpool"]
+        assert shared - result_of(full, name).counters["ckv_bytes"] == layers * ids * 4
 
 
 @pytest.mark.parametrize("name", FOUR)
