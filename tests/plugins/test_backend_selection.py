@@ -203,6 +203,19 @@ REFUSED = {
         keywords(kv_transfer_config=CONNECTOR),
         "with a KV connector, whose layer-wise loads it would not wait for",
     ),
+    "prefill context parallelism": (
+        "glm",
+        keywords(prefill_context_parallel_size=2),
+        "prefill context parallelism of 2 splits the queries as well, which no batch of this "
+        "backend can do; set --prefill-context-parallel-size 1",
+    ),
+    "overlapping micro-batches": (
+        "glm",
+        # vLLM wants one of these for micro-batches, and drops --enable-dbo on CPUs.
+        keywords(ubatch_size=2, all2all_backend="deepep_low_latency"),
+        "full-CKV gather does not run with overlapping micro-batches, whose collectives would "
+        "interleave; drop --enable-dbo and --ubatch-size",
+    ),
     "another sparse model": (
         "deepseek",
         keywords(),

@@ -63,7 +63,6 @@ def test_without_context_parallelism_it_is_off(make_auto, make_common):
 
 OBSTACLES = [
     ({"use_ubatching": True}, "drop --enable-dbo"),
-    ({"prefill_context_parallel_size": 2}, "set --prefill-context-parallel-size 1"),
     ({"kv_transfer_config": object()}, "drop --kv-transfer-config"),
 ]
 

@@ -27,7 +27,8 @@ SHAPES = startup.LayerShapes(
         ({"cp_kv_cache_interleave_size": 1}, False, ["size 1 ", "pool of 4", "set it to 4"]),
         ({"cp_kv_cache_interleave_size": 6}, True, ["size 6 ", "pool of 4", "set it to 8"]),
         ({"use_ubatching": True}, True, ["micro-batches", "--enable-dbo"]),
-        ({"prefill_context_parallel_size": 2}, True, ["prefill context parallelism of 2"]),
+        ({"prefill_context_parallel_size": 2}, False, ["prefill context parallelism of 2"]),
+        ({"prefill_context_parallel_size": 3}, True, ["of 3", "--prefill-context-parallel-size 1"]),
         ({"kv_transfer_config": object()}, True, ["KV connector", "--kv-transfer-config"]),
     ],
 )
@@ -39,9 +40,7 @@ def test_each_refusal_is_one_sentence_with_a_remedy(make_config, changes, mode, 
 
 
 def test_what_only_the_gather_cannot_do_is_allowed_without_it(make_config):
-    config = make_config(
-        2, use_ubatching=True, prefill_context_parallel_size=2, kv_transfer_config=object()
-    )
+    config = make_config(2, use_ubatching=True, kv_transfer_config=object())
     assert startup.refusals(config, False) == []
     assert startup.refusals(make_config(2), True) == []
     # Without context parallelism there is no owner to split a pool over.

@@ -48,14 +48,6 @@ def obstacles(vllm_config: Any) -> list[tuple[str, str]]:
                 "drop --enable-dbo and --ubatch-size",
             )
         )
-    if parallel.prefill_context_parallel_size > 1:
-        found.append(
-            (
-                f"prefill context parallelism of {parallel.prefill_context_parallel_size}, which "
-                "splits the queries as well",
-                "set --prefill-context-parallel-size 1",
-            )
-        )
     if vllm_config.kv_transfer_config is not None:
         found.append(
             (
@@ -80,6 +72,12 @@ def refusals(vllm_config: Any, mode: bool | str) -> list[str]:
             f"--cp-kv-cache-interleave-size {interleave} would split an index pool of {pool_size} "
             f"tokens over ranks; set it to {-(-interleave // pool_size) * pool_size} or another "
             f"multiple of {pool_size}"
+        )
+    prefill = parallel.prefill_context_parallel_size
+    if prefill > 1:
+        reasons.append(
+            f"prefill context parallelism of {prefill} splits the queries as well, which no batch "
+            "of this backend can do; set --prefill-context-parallel-size 1"
         )
     if mode is True:
         reasons += [
