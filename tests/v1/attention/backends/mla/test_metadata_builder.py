@@ -314,3 +314,16 @@ def test_a_padded_batch_of_prompts_gathers_its_requests_alone(config, gather):
     assert padded.req_id_per_token.tolist() == [0] * 20 + [1] * 30 + [-1] * 14
     assert gather.counters.gathered_query_tokens == 100
     assert gather.counters.gathered_visible_tokens == 300
+
+
+def test_a_draft_layer_with_a_geometry_of_its_own_is_refused(config, gather):
+    """All layers of a process have one geometry; the message has both."""
+    make_builder(config, gather, TARGET, DRAFT)
+    layer = config.compilation_config.static_forward_context[DRAFT]
+    layer.bind_kv_cache(torch.zeros((2, 1, 256, 528), dtype=torch.uint8))
+    for rows, width, words in (
+        (512, 528, "pages of 512 tokens, the frozen page_size is 256"),
+        (256, 304, "records of 304 bytes, the frozen format fp8_ds_mla has 528 bytes"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            layer.bind_kv_cache(torch.zeros((2, 1, rows, width), dtype=torch.uint8))
