@@ -21,6 +21,9 @@ from typing import Any
 
 FLAG_PREFIX = "VLLM_B12X_MLA_"
 
+TAIL_LINES = 80
+"""Lines of a log that an error shows: a worker's own reason stands before vLLM's traceback of it."""
+
 TERMINATION_SECONDS = 30
 """An engine that is asked to end has this long; its workers end with it."""
 
@@ -170,7 +173,7 @@ def run_program(
             for line in events:
                 yield json.loads(line)
         if process.wait() != 0:
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
             raise RuntimeError(
                 f"the engine '{name}' ended with status {process.returncode}; "
                 f"the end of {log}:\n{tail}"
