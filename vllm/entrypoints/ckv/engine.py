@@ -22,7 +22,7 @@ from typing import Any
 FLAG_PREFIX = "VLLM_B12X_MLA_"
 
 TAIL_LINES = 80
-"""Lines of a log that an error shows: a worker's own reason stands before vLLM's traceback of it."""
+"""Lines of a log that an error shows: a worker's reason stands before vLLM's traceback of it."""
 
 TERMINATION_SECONDS = 30
 """An engine that is asked to end has this long; its workers end with it."""
