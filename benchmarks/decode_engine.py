@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from prefill_engine import MODELS, MODES, make_job
+from prefill_engine import MODELS, add_engine_options, make_job
 
 from vllm.entrypoints.ckv.bench import make_prompt
 from vllm.entrypoints.ckv.engine import run_program, start_engine
@@ -61,20 +61,10 @@ def serve() -> None:
 def main() -> int:
     """Run the benchmark; the exit status is 1 if an engine of ours failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", default=["slice_h32"])
-    parser.add_argument("--modes", nargs="+", default=["stock_dcp", "ours_ckv"], choices=MODES)
-    parser.add_argument("--tp", type=int, default=2)
-    parser.add_argument("--dcp", type=int, default=2)
-    parser.add_argument("--interleave", type=int, default=4)
+    add_engine_options(parser, models=["slice_h32"], modes=["stock_dcp", "ours_ckv"], chunk=16384)
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--context", type=int, default=32768, help="prompt tokens of a request")
-    parser.add_argument("--chunk", type=int, default=16384, help="max_num_batched_tokens")
     parser.add_argument("--samples", type=int, default=64, help="timed steps")
-    parser.add_argument("--eager", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--engine", default="{}", help="JSON: further arguments of vllm.LLM")
-    parser.add_argument("--cpu", action="store_true", help="the reference platform")
-    parser.add_argument("--out", type=Path, help="write the rows here as JSON, after every engine")
-    parser.add_argument("--logs", type=Path, help="keep the engines' logs here")
     arguments = parser.parse_args()
     arguments.max_num_seqs = arguments.requests
     logs = arguments.logs or Path(tempfile.mkdtemp(prefix="decode-engine-"))

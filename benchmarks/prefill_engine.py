@@ -28,6 +28,7 @@ from typing import Any
 from vllm.entrypoints.ckv.bench import make_prompt
 from vllm.entrypoints.ckv.engine import EngineJob, EngineResult, add_event, run_engine
 from vllm.entrypoints.ckv.layer_times import KINDS
+from vllm.entrypoints.ckv.output import json_object
 
 MODES = ("stock_no_dcp", "stock_dcp", "ours_no_dcp", "ours_dcp", "ours_ckv")
 MODELS = Path(__file__).parent / "models"
@@ -79,7 +80,7 @@ def make_job(model: Path, mode: str, arguments: argparse.Namespace, longest: int
     if mode in ("stock_dcp", "ours_dcp", "ours_ckv"):
         engine["decode_context_parallel_size"] = arguments.dcp
         engine["cp_kv_cache_interleave_size"] = arguments.interleave
-    engine |= json.loads(arguments.engine)
+    engine |= arguments.engine
     environment = {"VLLM_B12X_MLA_CKV_GATHER": "1" if mode == "ours_ckv" else "0"}
     return EngineJob(f"{model.name} {mode}", engine, environment, [], max_tokens=1)
 
@@ -148,25 +149,34 @@ def format_layer_times(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    """Run the benchmark; the exit status is 1 if an engine of ours failed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", default=["slice_h32", "slice_h64"])
-    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
+def add_engine_options(
+    parser: argparse.ArgumentParser, *, models: list[str], modes: list[str], chunk: int
+) -> None:
+    """Declare which engines run and where their results go; the arguments are defaults."""
+    parser.add_argument("--models", nargs="+", default=models)
+    parser.add_argument("--modes", nargs="+", default=modes, choices=MODES)
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--dcp", type=int, default=2)
     parser.add_argument("--interleave", type=int, default=4)
+    parser.add_argument("--chunk", type=int, default=chunk, help="max_num_batched_tokens")
+    parser.add_argument("--eager", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument(
+        "--engine", type=json_object, default={}, help="JSON: further arguments of vllm.LLM"
+    )
+    parser.add_argument("--cpu", action="store_true", help="the reference platform")
+    parser.add_argument("--out", type=Path, help="write the rows here as JSON, after every engine")
+    parser.add_argument("--logs", type=Path, help="keep the engines' logs here")
+
+
+def main() -> int:
+    """Run the benchmark; the exit status is 1 if an engine of ours failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_engine_options(parser, models=["slice_h32", "slice_h64"], modes=list(MODES), chunk=4096)
     parser.add_argument("--lengths", nargs="+", type=int, default=[4096, 8192, 32320, 131072])
-    parser.add_argument("--chunk", type=int, default=4096, help="max_num_batched_tokens")
     parser.add_argument("--max-num-seqs", type=int, default=8)
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--concurrent", type=int, default=1, help="prompts submitted together")
     parser.add_argument("--layer-times", nargs=2, metavar=("LENGTH", "FILE"))
-    parser.add_argument("--eager", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--engine", default="{}", help="JSON: further arguments of vllm.LLM")
-    parser.add_argument("--cpu", action="store_true", help="the reference platform")
-    parser.add_argument("--out", type=Path, help="write the rows here as JSON, after every engine")
-    parser.add_argument("--logs", type=Path, help="keep the engines' logs here")
     arguments = parser.parse_args()
     logs = arguments.logs or Path(tempfile.mkdtemp(prefix="prefill-engine-"))
     logs.mkdir(parents=True, exist_ok=True)

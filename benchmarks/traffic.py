@@ -24,7 +24,7 @@ from typing import Any
 
 from vllm.entrypoints.ckv import traffic
 from vllm.entrypoints.ckv.model import write_model
-from vllm.entrypoints.ckv.output import versions
+from vllm.entrypoints.ckv.output import json_object, versions
 from vllm.entrypoints.ckv.verify import has_hyper_connections
 
 
@@ -86,7 +86,9 @@ def main() -> int:
     parser.add_argument("--first-prompt", type=int, help="tokens of a first request of its own")
     parser.add_argument("--gpu-memory-utilization", type=float)
     parser.add_argument("--sleep", action=argparse.BooleanOptionalAction, help="default: on GPUs")
-    parser.add_argument("--engine", default="{}", help="JSON: further arguments of vllm.LLM")
+    parser.add_argument(
+        "--engine", type=json_object, default={}, help="JSON: further arguments of vllm.LLM"
+    )
     parser.add_argument("--out", type=Path, help="write the result here as JSON")
     parser.add_argument("--logs", type=Path, help="keep the engines' logs here")
     arguments = parser.parse_args()
@@ -113,7 +115,7 @@ def main() -> int:
         gpu_memory_utilization=arguments.gpu_memory_utilization,
     )
     engine |= {"enable_sleep_mode": True} if sleep else {}
-    engine |= json.loads(arguments.engine)
+    engine |= arguments.engine
     began = time.monotonic()
     try:
         sides = run_both(arguments, engine, waves, folder)

@@ -25,7 +25,7 @@ pytest.importorskip("b12x")
 pytest.importorskip("cutlass")
 
 from vllm.entrypoints.ckv import verify
-from vllm.entrypoints.ckv.engine import EngineJob, collect, run_engine
+from vllm.entrypoints.ckv.engine import EngineJob, backend_arguments, collect, run_engine
 from vllm.entrypoints.ckv.model import Sizes, tokenise, write_model
 
 HERE = Path(__file__).parent
@@ -58,21 +58,13 @@ def recorded(tmp_path_factory):
     path = [str(HERE), str(KERNELS), os.environ.get("PYTHONPATH", "")]
     job = EngineJob(
         "recorded",
-        {
-            "model": str(folder / "model"),
-            "skip_tokenizer_init": True,
-            "enforce_eager": True,
-            "dtype": "bfloat16",
-            "attention_backend": "B12X_MLA_SPARSE",
-            "kv_cache_dtype": "fp8_ds_mla",
+        backend_arguments(folder / "model", tp=RANKS, dcp=RANKS)
+        | {
             "max_model_len": 1024,
             "max_num_seqs": 4,
             "max_num_batched_tokens": BUDGET,
             "kv_cache_memory_bytes": 1 << 28,
             "enable_prefix_caching": False,
-            "tensor_parallel_size": RANKS,
-            "decode_context_parallel_size": RANKS,
-            "cp_kv_cache_interleave_size": 4,
             "worker_extension_cls": "b12x_recorder.Extension",
         },
         {

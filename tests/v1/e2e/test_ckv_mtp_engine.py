@@ -11,7 +11,14 @@ import json
 import pytest
 import torch
 
-from vllm.entrypoints.ckv.engine import EngineJob, EngineResult, collect, gpu_count, run_engine
+from vllm.entrypoints.ckv.engine import (
+    EngineJob,
+    EngineResult,
+    backend_arguments,
+    collect,
+    gpu_count,
+    run_engine,
+)
 from vllm.entrypoints.ckv.model import tokenise, weight_shapes, write_model
 from vllm.entrypoints.ckv.verify import LIMIT_VS_DCP
 
@@ -73,21 +80,12 @@ def results(tmp_path_factory) -> dict[str, EngineResult]:
     target, draft = write_models(folder)
     text = b"Pack my box with five dozen liquor jugs; how vexingly quick daft zebras jump! " * 4
     groups = [[tokenise(text[length : 2 * length])] for length in PROMPTS]
-    arguments = {
-        "model": str(target),
-        "skip_tokenizer_init": True,
-        "enforce_eager": True,
-        "dtype": "bfloat16",
-        "attention_backend": "B12X_MLA_SPARSE",
-        "kv_cache_dtype": "fp8_ds_mla",
+    arguments = backend_arguments(target, tp=2, dcp=2) | {
         "block_size": 512,
         "max_model_len": 1024,
         "max_num_seqs": 4,
         "max_num_batched_tokens": BUDGET,
         "kv_cache_memory_bytes": 1 << 28,
-        "tensor_parallel_size": 2,
-        "decode_context_parallel_size": 2,
-        "cp_kv_cache_interleave_size": 4,
         "speculative_config": {
             "method": "mtp",
             "model": str(draft),

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from vllm.entrypoints.ckv.engine import EngineJob, collect, run_engine
+from vllm.entrypoints.ckv.engine import EngineJob, backend_arguments, collect, run_engine
 from vllm.entrypoints.ckv.model import tokenise, write_model
 from vllm.entrypoints.ckv.verify import LIMIT_VS_DCP
 
@@ -22,21 +22,13 @@ def sides(tmp_path_factory):
     folder = tmp_path_factory.mktemp("nvfp4")
     write_model(folder / "model", mhc=False)
     text = b"Pack my box with five dozen liquor jugs; how vexingly quick daft zebras jump! " * 2
-    arguments = {
-        "model": str(folder / "model"),
-        "skip_tokenizer_init": True,
-        "enforce_eager": True,
-        "dtype": "bfloat16",
-        "attention_backend": "B12X_MLA_SPARSE",
+    arguments = backend_arguments(folder / "model", tp=2, dcp=2) | {
         "kv_cache_dtype": "nvfp4_ds_mla",
         "block_size": PAGE,
         "max_model_len": 1024,
         "max_num_seqs": 4,
         "max_num_batched_tokens": BUDGET,
         "kv_cache_memory_bytes": 1 << 28,
-        "tensor_parallel_size": 2,
-        "decode_context_parallel_size": 2,
-        "cp_kv_cache_interleave_size": 4,
     }
     found = {}
     for gather in ("1", "0"):

@@ -83,6 +83,29 @@ class EngineResult:
     layer_times: dict[str, Any] | None = None
 
 
+def backend_arguments(
+    model: Path, *, tp: int, dcp: int = 1, interleave: int = 4, **further: Any
+) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM`` for B12X_MLA_SPARSE with FP8 records, in eager mode.
+
+    model: a folder; no tokenizer is needed. interleave: of the KV cache, with ``dcp`` above 1.
+    further: other arguments, or other values of these.
+    """
+    arguments: dict[str, Any] = {
+        "model": str(model),
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "dtype": "bfloat16",
+        "attention_backend": "B12X_MLA_SPARSE",
+        "kv_cache_dtype": "fp8_ds_mla",
+        "tensor_parallel_size": tp,
+    }
+    if dcp > 1:
+        arguments["decode_context_parallel_size"] = dcp
+        arguments["cp_kv_cache_interleave_size"] = interleave
+    return arguments | further
+
+
 def gpu_count() -> int:
     """NVIDIA GPUs this process may use; creates no CUDA context."""
     import torch

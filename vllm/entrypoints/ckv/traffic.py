@@ -20,7 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from vllm.entrypoints.ckv.bench import make_prompt
-from vllm.entrypoints.ckv.engine import counters_of, difference, run_program, start_engine
+from vllm.entrypoints.ckv.engine import (
+    backend_arguments,
+    counters_of,
+    difference,
+    run_program,
+    start_engine,
+)
 from vllm.entrypoints.ckv.verify import INTERLEAVE, LIMIT_VS_DCP, PAGE_TOKENS
 
 NEAR_TIE = 0.02
@@ -229,13 +235,7 @@ def engine_arguments(
         ``scale.cache_blocks``; the sides then have different numbers of blocks, and none is short.
     """
     longest = max(scale.max_model_len, (first_prompt or 0) + scale.answer)
-    arguments: dict[str, Any] = {
-        "model": str(model),
-        "skip_tokenizer_init": True,
-        "enforce_eager": True,
-        "dtype": "bfloat16",
-        "attention_backend": "B12X_MLA_SPARSE",
-        "kv_cache_dtype": "fp8_ds_mla",
+    arguments = backend_arguments(model, tp=tp, dcp=dcp, interleave=INTERLEAVE) | {
         "block_size": PAGE_TOKENS,
         "max_model_len": -(-longest // 64) * 64,
         "max_num_seqs": scale.max_num_seqs,
@@ -246,9 +246,6 @@ def engine_arguments(
         "scheduler_reserve_full_isl": False,
         # With it, when a batch is scheduled depends on when the one before has ended.
         "async_scheduling": False,
-        "tensor_parallel_size": tp,
-        "decode_context_parallel_size": dcp,
-        "cp_kv_cache_interleave_size": INTERLEAVE,
     }
     if not list(model.glob("*.safetensors")):
         arguments["load_format"] = "dummy"

@@ -26,6 +26,7 @@ from vllm.entrypoints.ckv.engine import (
     EngineJob,
     EngineResult,
     add_event,
+    backend_arguments,
     gpu_count,
     run_engine,
 )
@@ -137,28 +138,20 @@ def make_jobs(
         groups[case.group].append(case.prompt)
     longest = max(len(case.prompt) for case in cases) + MAX_TOKENS
     common = {
-        "model": str(model),
-        "skip_tokenizer_init": True,
-        "enforce_eager": True,
-        "dtype": "bfloat16",
-        "attention_backend": "B12X_MLA_SPARSE",
-        "kv_cache_dtype": "fp8_ds_mla",
         "block_size": PAGE_TOKENS,
         "max_model_len": -(-longest // PAGE_TOKENS) * PAGE_TOKENS,
         "max_num_seqs": 4,
         "max_num_batched_tokens": CHUNK_TOKENS,
         "kv_cache_memory_bytes": 1 << 28,
         "enable_prefix_caching": True,
-        "tensor_parallel_size": dcp,
+        **(further or {}),
     }
-    context_parallel = {
-        "decode_context_parallel_size": dcp,
-        "cp_kv_cache_interleave_size": INTERLEAVE,
-    }
+    alone = backend_arguments(model, tp=dcp) | common
+    context_parallel = backend_arguments(model, tp=dcp, dcp=dcp, interleave=INTERLEAVE) | common
     return [
-        EngineJob(name, common | extra | (further or {}), environment, groups, MAX_TOKENS)
-        for name, extra, environment in (
-            (NO_DCP, {}, {}),
+        EngineJob(name, arguments, environment, groups, MAX_TOKENS)
+        for name, arguments, environment in (
+            (NO_DCP, alone, {}),
             (ORDINARY, context_parallel, {}),
             (FULL_CKV, context_parallel, {"VLLM_B12X_MLA_CKV_GATHER": "1"}),
         )
