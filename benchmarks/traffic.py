@@ -18,6 +18,7 @@ import argparse
 import json
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,10 @@ def prepare_model(arguments: argparse.Namespace, folder: Path) -> tuple[Path, in
 def run_both(
     arguments: argparse.Namespace, engine: dict[str, Any], waves: list[traffic.Wave], folder: Path
 ) -> dict[str, traffic.Side]:
-    """Both sides, one engine after the other; prints a line a wave."""
-    sides = {}
-    for gather in ("1", "0"):
-        side = sides[gather] = traffic.Side()
+    """Both sides, one engine after the other or at once; prints a line a wave."""
+
+    def run(gather: str) -> traffic.Side:
+        side = traffic.Side()
         log = folder / f"gather-{gather}.log"
         for event in traffic.run_side(gather, engine, waves, log, use_gpu=not arguments.cpu):
             side.add(event)
@@ -59,7 +60,15 @@ def run_both(
                     flush=True,
                 )
         print(f"gather {gather}: {format_memory(side)}", flush=True)
-    return sides
+        return side
+
+    with ThreadPoolExecutor(max_workers=2 if arguments.at_once else 1) as pool:
+        sides = {gather: pool.submit(run, gather) for gather in ("1", "0")}
+        try:
+            return {gather: side.result() for gather, side in sides.items()}
+        except RuntimeError:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def format_memory(side: traffic.Side) -> str:
@@ -86,6 +95,9 @@ def main() -> int:
     parser.add_argument("--first-prompt", type=int, help="tokens of a first request of its own")
     parser.add_argument("--gpu-memory-utilization", type=float)
     parser.add_argument("--sleep", action=argparse.BooleanOptionalAction, help="default: on GPUs")
+    parser.add_argument(
+        "--at-once", action="store_true", help="run both sides at once; give each its memory"
+    )
     parser.add_argument(
         "--engine", type=json_object, default={}, help="JSON: further arguments of vllm.LLM"
     )
