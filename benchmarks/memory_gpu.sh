@@ -7,10 +7,10 @@
 # MODEL: a folder with a glm5_next config.json, dummy weights if it has none; benchmarks/models/slice_h64
 # if left out. --dry-run: print the commands, one a line, and run none. Needs no GPU.
 #
-# Two runs of mixed traffic, each with the gather on and then off, at 0.93 of the memory and with a
-# first prompt of 54,639 tokens: eager, which also compiles what is not compiled yet, and with CUDA
-# graphs. memory_verdict.py judges both. Results and logs stay in $OUT (memory-gpu). $BIN (.venv/bin)
-# has python. Four engine starts and little traffic: meant to take less than five minutes, not timed.
+# Runs of mixed traffic, each with the gather on and then off, at 0.93 of the memory and with a first
+# prompt of 54,639 tokens: eager and with CUDA graphs, then little traffic again, because the first
+# start of each kind also compiles. memory_verdict.py judges them. Results and logs stay in $OUT
+# (memory-gpu). $BIN (.venv/bin) has python. Six engine starts; the first four took 286 s on two H200s.
 set -euo pipefail
 
 DRY_RUN=
@@ -51,14 +51,15 @@ run() {
 # traffic NAME REQUESTS ENGINE: mixed traffic on both sides, with further arguments of vllm.LLM.
 traffic() {
     run "$BIN/python" benchmarks/traffic.py --tp 2 --dcp 2 --model "$MODEL" --requests "$2" \
-        --gpu-memory-utilization 0.93 --first-prompt 54639 --no-sleep --engine "$3" \
+        --gpu-memory-utilization 0.93 --first-prompt 54639 --prefix 20480 --no-sleep --engine "$3" \
         --logs "$OUT/$1" --out "$OUT/$1.json"
 }
 
-[[ -n $DRY_RUN ]] || rm -f "$OUT"/{eager,graphs}.json
+[[ -n $DRY_RUN ]] || rm -f "$OUT"/{eager,graphs,starts}.json
 traffic eager 101 '{}'
-traffic graphs 51 '{"enforce_eager":false}'
-verdict=("$BIN/python" benchmarks/memory_verdict.py --model "$MODEL" --tp 2 --dcp 2 "$OUT/eager.json" "$OUT/graphs.json")
+traffic graphs 101 '{"enforce_eager":false}'
+traffic starts 101 '{"enforce_eager":false}'
+verdict=("$BIN/python" benchmarks/memory_verdict.py --model "$MODEL" --tp 2 --dcp 2 "$OUT"/{eager,graphs,starts}.json)
 if [[ -n $DRY_RUN ]]; then
     echo "${verdict[*]}"
 else

@@ -29,15 +29,16 @@ def test_a_dry_run_prints_commands_that_their_programs_accept(tmp_path, monkeypa
     for words, model in (((), "benchmarks/models/slice_h64"), ((str(tmp_path),), str(tmp_path))):
         result = run("--dry-run", *words, OUT=str(tmp_path / "out"))
         assert result.returncode == 0, result.stderr
-        eager, graphs, verdict = (line.split() for line in result.stdout.splitlines())
-        for line in (eager, graphs):
+        *runs, verdict = (line.split() for line in result.stdout.splitlines())
+        eager, graphs, _ = runs
+        for line in runs:
             assert line[1] == "benchmarks/traffic.py" and model in line
             flags = dict(pairwise(line[2:]))
             assert (flags["--gpu-memory-utilization"], flags["--first-prompt"]) == ("0.93", "54639")
         assert json.loads(eager[eager.index("--engine") + 1]) == {}
         assert json.loads(graphs[graphs.index("--engine") + 1]) == {"enforce_eager": False}
-        out = [line[line.index("--out") + 1] for line in (eager, graphs)]
-        assert verdict[-2:] == out and model in verdict
+        out = [line[line.index("--out") + 1] for line in runs]
+        assert verdict[-3:] == out and model in verdict
         assert not (tmp_path / "out").exists()
     # traffic.py takes every flag: its parser stops at --help, which comes last.
     help_of = [sys.executable, *eager[1:], "--help"]
@@ -73,7 +74,7 @@ def verdict():
 
 
 def side(blocks: int, workspace: int, seconds: float) -> dict:
-    memory = {"workspace": [[4096, workspace]], "locked": True}
+    memory = {"workspace": [[4096, 300_000_000]], "locked": True, "gather": workspace}
     return {
         "cache_blocks": blocks,
         "start_seconds": seconds,
@@ -83,9 +84,10 @@ def side(blocks: int, workspace: int, seconds: float) -> dict:
 
 @pytest.fixture
 def document():
-    """The gather reserves 200 MB and the cache has 20 blocks fewer."""
+    """The gather asked for 200 MB and the cache has 20 blocks fewer."""
     return {
         "violations": [],
+        "comparison": {},
         "on": side(980, 200_000_000, 48.0),
         "off": side(1000, 0, 40.0),
         "engine": {"block_size": 256, "max_model_len": 65_536, "max_num_seqs": 12},
@@ -106,10 +108,12 @@ def test_a_sound_run_passes(verdict, document):
 def test_each_fault_fails_with_its_numbers(verdict, document):
     broken = copy.deepcopy(document)
     broken["violations"] = ["reserved grew"]
-    assert failures(verdict, broken) == [
-        "eager: outputs and memory, 1 violations",
-        "eager: reserved grew",
-    ]
+    for comparison, judged in (({}, "outputs and memory"), (None, "memory")):
+        broken["comparison"] = comparison
+        assert failures(verdict, broken) == [
+            f"eager: {judged}, 1 violations",
+            "eager: reserved grew",
+        ]
     # 26 blocks for 200.5 MB: two for rounding and 32 MiB of noise are allowed, which 25 are within.
     for blocks, wrong in ((975, 0), (974, 1)):
         broken = copy.deepcopy(document)

@@ -32,10 +32,11 @@ from vllm.entrypoints.ckv.verify import INTERLEAVE, LIMIT_VS_DCP, PAGE_TOKENS
 NEAR_TIE = 0.02
 """Two best log-probabilities this close may change places: each may move by ``LIMIT_VS_DCP``."""
 
-RESIDENT_GROWTH = 64 << 20
-"""Bytes by which a process of the gathering side may grow over the second half beyond the other's.
+GROWTH_BEYOND_OFF = {"resident": 64 << 20, "reserved": 20 << 20}
+"""Bytes by which the gathering side may grow over the second half beyond the other side's growth.
 
-Both grow on CPUs, where torch keeps something for every shape that it has multiplied.
+Both sides grow: torch keeps something on CPUs for every shape that it has multiplied, and its
+allocator on GPUs takes a segment, of up to 20 MiB, when the free pieces do not fit.
 """
 
 OBJECT_GROWTH = 500
@@ -291,16 +292,19 @@ def memory(worker: Any) -> dict[str, Any]:
 
     Returns:
         ``objects``, ``tensors`` and ``tensor_bytes`` (of distinct storages) that Python knows,
-        ``resident`` bytes of the process, ``workspace`` (address and bytes of each allocation) and
-        whether it is ``locked``. On a GPU also ``allocated``, ``reserved`` and their peaks since
-        the last call, ``retries`` and ``ooms`` of the allocator, ``device_used`` bytes, and
-        ``profiled``, the bytes of activations that vLLM's profiling run saw.
+        ``resident`` bytes of the process, ``workspace`` (address and bytes of each allocation),
+        whether it is ``locked``, and ``gather``, the bytes of it that the gather asked for. On a
+        GPU also ``allocated``, ``reserved`` and their peaks since the last call, ``retries`` and
+        ``ooms`` of the allocator, ``device_used`` bytes, and ``profiled``, the bytes of activations
+        that vLLM's profiling run saw.
     """
     import gc
     from contextlib import suppress
 
     import torch
     from vllm.v1.worker.workspace import current_workspace_manager
+
+    from vllm.v1.attention.backends.mla.ckv_gather.plan import CkvGather
 
     gc.collect()
     # isinstance would ask lazy modules for their class, and import them.
@@ -313,6 +317,8 @@ def memory(worker: Any) -> dict[str, Any]:
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     manager = current_workspace_manager()
+    gather = CkvGather.of_worker(worker)
+    reserved = None if gather is None else gather.workspace
     with open("/proc/self/status") as status:
         resident = next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
     found: dict[str, Any] = {
@@ -324,6 +330,7 @@ def memory(worker: Any) -> dict[str, Any]:
             [w.data_ptr(), w.nbytes] for w in manager._current_workspaces if w is not None
         ],
         "locked": manager.is_locked(),
+        "gather": 0 if reserved is None else reserved.num_bytes,
     }
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -577,25 +584,27 @@ _ALLOWED_GROWTH = {
     "tensors": 0,
     "tensor_bytes": 0,
     "allocated": 0,
-    "reserved": 0,
     "objects": OBJECT_GROWTH,
 }
 
 
-def find_resident_growth(on: Side, off: Side) -> list[str]:
-    """Ranks whose process grew with the gather and not without, one sentence each."""
+def find_growth_beyond(on: Side, off: Side) -> list[str]:
+    """Ranks that took more of the machine's memory with the gather only, one sentence each."""
     found = []
     for rank in range(len(on.memory)):
-        grown, usual = (
-            side.waves[-1].memory[rank]["resident"]
-            - side.waves[len(side.waves) // 2].memory[rank]["resident"]
-            for side in (on, off)
-        )
-        if grown - max(usual, 0) > RESIDENT_GROWTH:
-            found.append(
-                f"gather on, rank {rank}: the process grew by {grown:,} bytes over the second "
-                f"half, by {usual:,} with the gather off; allowed are {RESIDENT_GROWTH:,} more"
+        for what, allowed in GROWTH_BEYOND_OFF.items():
+            if what not in on.memory[rank]:
+                continue
+            grown, usual = (
+                side.waves[-1].memory[rank][what]
+                - side.waves[len(side.waves) // 2].memory[rank][what]
+                for side in (on, off)
             )
+            if grown - max(usual, 0) > allowed:
+                found.append(
+                    f"gather on, rank {rank}: {what} bytes grew by {grown:,} over the second half, "
+                    f"by {usual:,} with the gather off; allowed are {allowed:,} more"
+                )
     return found
 
 
@@ -659,7 +668,7 @@ def summary(side: Side) -> dict[str, Any]:
             "end": side.waves[-1].memory[0],
             "by_wave": {
                 name: [wave.memory[0][name] for wave in side.waves]
-                for name in (*_ALLOWED_GROWTH, "resident")
+                for name in (*_ALLOWED_GROWTH, *GROWTH_BEYOND_OFF)
                 if name in side.memory[0]
             },
             "largest": {
