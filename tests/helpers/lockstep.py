@@ -1,28 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """N ranks in one process, one at a time, that meet in collectives.
 
-A rank is a thread, but only one of them runs: rank 0 until its next collective or its end, then
-rank 1, and so on. When all have stopped, the collective moves the data, or :class:`Mismatch` says
-which rank stands where. Nothing depends on timing, so a run repeats exactly.
+A rank is a greenlet: rank 0 runs until its next collective or its end, then rank 1, and so on. When
+all have stopped, the collective moves the data, or :class:`Mismatch` says which rank stands where.
+Nothing depends on timing, so a run repeats exactly. Threads would do, too, but every handover would
+wait for a busy machine, and OpenMP would give each of them a team of its own that outlives it.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from greenlet import greenlet
 
 
 class Mismatch(AssertionError):
     """The ranks do not stand in the same collective: real ones would wait for each other."""
-
-
-class _Aborted(BaseException):
-    """Ends a rank that waits in a collective which will not happen."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +34,14 @@ class Call:
     received: int
 
 
-class _Rank:
-    def __init__(self, number: int) -> None:
+class _Rank(greenlet):
+    def __init__(self, number: int, function: Callable[[int], Any], saved: list[Any]) -> None:
+        super().__init__(function)
         self.number = number
-        self.go = threading.Semaphore(0)
+        self.saved = saved
         self.call: Call | None = None
         self.tensors: tuple[Any, ...] = ()
-        self.done = False
         self.result: Any = None
-        self.error: BaseException | None = None
-        self.saved: list[Any] = []
-        self.abort = False
 
 
 class Lockstep:
@@ -61,7 +55,6 @@ class Lockstep:
         self.world = world
         self.globals_per_rank = list(globals_per_rank)
         self.calls: list[list[Call]] = [[] for _ in range(world)]
-        self._stopped = threading.Semaphore(0)
         self._current: _Rank | None = None
 
     @property
@@ -77,30 +70,19 @@ class Lockstep:
             Mismatch: the ranks do not enter the same collectives.
             BaseException: what a rank raised, if it was the first to stop the others.
         """
-        ranks = [_Rank(number) for number in range(self.world)]
-        threads = [
-            threading.Thread(target=self._thread, args=(rank, function), daemon=True)
-            for rank in ranks
-        ]
         before = self._values()
-        for rank, thread in zip(ranks, threads, strict=True):
-            rank.saved = list(before)
-            thread.start()
+        ranks = [_Rank(number, function, list(before)) for number in range(self.world)]
         try:
-            while not all(rank.done for rank in ranks):
+            while not all(rank.dead for rank in ranks):
                 for rank in ranks:
-                    if not rank.done:
+                    if not rank.dead:
                         self._resume(rank)
-                    if rank.error is not None:
-                        raise rank.error
                 self._meet(ranks)
         finally:
             for rank in ranks:
-                if not rank.done:
-                    rank.abort = True
-                    self._resume(rank)
-            for thread in threads:
-                thread.join()
+                if not rank.dead:
+                    # Ends it in the collective that will not happen.
+                    self._resume(rank, abort=True)
             self._set(before)
         return [rank.result for rank in ranks]
 
@@ -115,32 +97,17 @@ class Lockstep:
         rank.call = Call(name, 0 if own is None else own.nbytes, received)
         rank.tensors = (own, *tensors)
         self.calls[rank.number].append(rank.call)
-        self._stopped.release()
-        rank.go.acquire()
-        if rank.abort:
-            raise _Aborted
+        rank.parent.switch()
 
-    def _thread(self, rank: _Rank, function: Callable[[int], Any]) -> None:
-        rank.go.acquire()
-        try:
-            if not rank.abort:
-                rank.result = function(rank.number)
-        except _Aborted:
-            pass
-        except BaseException as error:
-            rank.error = error
-        finally:
-            rank.call = None
-            rank.done = True
-            self._stopped.release()
-
-    def _resume(self, rank: _Rank) -> None:
+    def _resume(self, rank: _Rank, *, abort: bool = False) -> None:
         self._set(rank.saved)
         self._current = rank
-        rank.go.release()
-        self._stopped.acquire()
-        self._current = None
-        rank.saved = self._values()
+        rank.call = None
+        try:
+            rank.result = rank.throw() if abort else rank.switch(rank.number)
+        finally:
+            self._current = None
+            rank.saved = self._values()
 
     def _values(self) -> list[Any]:
         return [getattr(module, name) for module, name in self.globals_per_rank]
@@ -150,7 +117,7 @@ class Lockstep:
             setattr(module, name, value)
 
     def _meet(self, ranks: list[_Rank]) -> None:
-        if all(rank.done for rank in ranks):
+        if all(rank.dead for rank in ranks):
             return
         if any(rank.call != ranks[0].call for rank in ranks):
             where = "; ".join(f"rank {rank.number}: {rank.call or 'has ended'}" for rank in ranks)
