@@ -65,6 +65,19 @@ def test_totals_appear_and_grow(tmp_path, monkeypatch):
     assert not thread.is_alive()
 
 
+def test_a_later_engine_of_the_process_takes_the_thread_over(tmp_path, monkeypatch):
+    monkeypatch.delenv(MULTIPROCESS, raising=False)
+    monkeypatch.setenv(metrics.FOLDER, str(tmp_path))
+    monkeypatch.setattr(metrics, "INTERVAL_SECONDS", 0.01)
+    threads = [
+        metrics.publish(GatherCounters(gathered_batches=batches).as_dict, engine)
+        for batches, engine in ((3, 0), (5, 0), (7, 1))
+    ]
+    assert threads[0] is threads[1] is not threads[2]
+    wait_for(tmp_path, 'vllm:ckv_gather_batches_total{engine="0"}', "5.0")
+    wait_for(tmp_path, 'vllm:ckv_gather_batches_total{engine="1"}', "7.0")
+
+
 def check_durations(seen, engine):
     """Buckets add up, as Prometheus wants them."""
     name, labels = "vllm:ckv_gather_exchange_seconds", f'engine="{engine}",exchange="records"'

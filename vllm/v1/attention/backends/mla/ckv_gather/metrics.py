@@ -167,29 +167,47 @@ def _multiprocess_files(engine: int) -> Write:
 def publish(read: Callable[[], dict[str, Any]], engine: int) -> threading.Thread | None:
     """Write what ``read`` returns for ``engine``, now and once a second; None if nobody asked.
 
-    read: totals as ``GatherCounters.as_dict`` gives them. Called in a thread of its own.
+    read: totals as ``GatherCounters.as_dict`` gives them. Called in a thread of its own, which a
+        later call for the same engine in this process takes over.
     """
     folder = os.environ.get(FOLDER)
-    if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
-        write = _multiprocess_files(engine)
-    elif folder is not None:
-        write = _private_file(folder, engine)
-    else:
+    shared = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+    if not shared and folder is None:
         return None
+    # A fork has its parent's table, but not its threads.
+    place = (os.getpid(), shared or folder, engine)
+    known = _publishers.get(place)
+    if known is not None and known.is_alive():
+        known.read = read
+        return known
+    if shared:
+        write = _multiprocess_files(engine)
+    else:
+        assert folder is not None
+        write = _private_file(folder, engine)
+    publisher = _publishers[place] = _Publisher(read, write)
+    publisher.start()
+    return publisher
 
-    def keep_writing() -> None:
+
+class _Publisher(threading.Thread):
+    def __init__(self, read: Callable[[], dict[str, Any]], write: Write) -> None:
+        super().__init__(name="ckv-metrics", daemon=True)
+        self.read = read
+        self.write = write
+
+    def run(self) -> None:
         last = None
         wait = threading.Event()
         while True:
-            totals = read()
+            totals = self.read()
             if totals != last:
                 try:
-                    write(totals)
+                    self.write(totals)
                 except OSError:
                     return  # the server is gone, and its folder with it
                 last = totals
             wait.wait(INTERVAL_SECONDS)
 
-    thread = threading.Thread(target=keep_writing, name="ckv-metrics", daemon=True)
-    thread.start()
-    return thread
+
+_publishers: dict[tuple[int, str | None, int], _Publisher] = {}
