@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The platform class: vLLM's CPU platform plus sparse attention, hybrid pages and our worker."""
 
+import os
 from typing import TYPE_CHECKING
 
 from vllm.platforms.cpu import CpuPlatform
@@ -73,3 +74,6 @@ class CkvReferencePlatform(CpuPlatform):
         scheduler.enable_chunked_prefill = chunked
         scheduler.max_num_batched_tokens = budget
         vllm_config.parallel_config.worker_cls = WORKER_PATH
+        # vLLM's default, from which its CPU platform departs: forked workers have imported
+        # everything already, which takes longer than all that a small model computes.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
