@@ -57,7 +57,8 @@ class Request:
 class Case:
     """One server and its steps.
 
-    slack: reserved visible tokens beyond those of the largest step; -1 refuses that step.
+    held: visible tokens that are reserved, in percent of those of the largest step, but no fewer
+        than have to be; 100: every step is one window. slack: added to it.
     gap_rows: rows between the pages of the strided caches. pages: seed of the page numbers.
     cut: part of the cached tokens, in percent, that was written first.
     """
@@ -78,6 +79,7 @@ class Case:
     requests: tuple[Request, ...]
     record: str = "fp8_ds_mla"
     shard_selection: bool = False
+    held: int = 100
 
     def text(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -100,6 +102,8 @@ def cases(draw) -> Case:
     lengths = [*range(10), 15, 16, 17, 31, 47, 64, 70]
     if block <= 1024:
         lengths += range(block - 2, block + 9)
+    if block <= 512:
+        lengths += [2 * block - 3, 2 * block, 2 * block + 5, 2 * block + 100]
     requests = []
     for number in range(draw(st.sampled_from([1, 2, 2, 3, 4, 5]))):
         shares = None
@@ -114,7 +118,7 @@ def cases(draw) -> Case:
                 prompt_steps=draw(st.sampled_from([3] * 9 + [2, 1, 0])),
             )
         )
-    slack, min_tokens = draw(st.sampled_from([(100, 0)] * 5 + [(0, 0), (1, 0), (-1, 0), (100, 16)]))
+    slack, min_tokens = draw(st.sampled_from([(100, 0)] * 4 + [(0, 0), (1, 0), (100, 16)]))
     gap_rows, cut = draw(st.sampled_from([(0, 0), (0, 37), (1, 71), (5, 0)]))
     pad_rows, pad_tokens = draw(st.sampled_from([(0, 0), (0, 0), (2, 0), (0, 3), (2, 3)]))
     return Case(
@@ -134,6 +138,7 @@ def cases(draw) -> Case:
         requests=tuple(requests),
         record=draw(st.sampled_from(["fp8_ds_mla", "nvfp4_ds_mla"])),
         shard_selection=draw(st.booleans()),
+        held=draw(st.sampled_from([100, 100, 100, 70, 50, 34, 0, 0, 0])),
     )
 
 
@@ -184,13 +189,16 @@ class Player:
             visible.append(
                 sum(n for n, r in zip(done, case.requests, strict=True) if r.rows[number])
             )
+        longest = max(*done, 1)
+        least = min(case.world * case.page_size, longest)
         return Sizes(
             world=case.world,
             interleave=case.interleave,
             page_size=case.page_size,
             pool_topk=case.pool_topk,
             heads=case.heads,
-            capacity=max(max(visible) + case.slack, 1),
+            capacity=max(max(visible) * case.held // 100 + case.slack, least),
+            max_model_len=longest,
             min_tokens=case.min_tokens,
             max_num_seqs=len(case.requests),
             layers=case.layers,
@@ -298,6 +306,10 @@ class Player:
             self.seen["shared selection, fewer rows than ranks"] += (
                 step.num_tokens + case.pad_tokens < case.world
             )
+        spans = [result.spans for layers in results for result in layers]
+        assert all(other == spans[0] for other in spans), f"step {number}: ranks cut differently"
+        self.seen[f"several spans, {case.record}"] += len(spans[0]) > 1
+        self.seen[f"context in windows, {case.record}"] += max(spans[0], default=0) > 1
         for layer in range(case.layers):
             row = 0
             for r, begin, end in zip(active, before, ends, strict=True):

@@ -47,13 +47,15 @@ SCALE = 512**-0.5
 POISON_ID = 0x7FFFFFF0
 LAYER = "model.layers.0.self_attn.attn"
 SHARD_SELECTION = "VLLM_B12X_MLA_CKV_SHARD_SELECTION"
+MAX_TOKENS = "VLLM_B12X_MLA_CKV_GATHER_MAX_TOKENS"
 
 
 @dataclass(frozen=True)
 class Sizes:
     """What a server is started with.
 
-    capacity: visible tokens the gather reserves for. max_rows: rows of a step.
+    capacity: visible tokens the gather reserves for. max_model_len: 0: the capacity.
+    max_rows: rows of a step.
     record: ``--kv-cache-dtype``. shard_selection: gathered batches share their selection out,
     however small they are.
     """
@@ -70,6 +72,7 @@ class Sizes:
     layers: int = 1
     record: str = "fp8_ds_mla"
     shard_selection: bool = False
+    max_model_len: int = 0
 
     @property
     def record_bytes(self) -> int:
@@ -138,6 +141,7 @@ class Result:
 
     token_ids: the selection. out: attention of the rank's own heads. lse: of the kernel call.
     selection_shares: see ``CkvBatchPlan``, 0 for an ordinary batch.
+    spans: windows of each span, none for an ordinary batch.
     """
 
     token_ids: torch.Tensor
@@ -145,6 +149,7 @@ class Result:
     lse: torch.Tensor
     gathered: bool
     selection_shares: int
+    spans: list[int]
 
 
 def configuration(sizes: Sizes) -> SimpleNamespace:
@@ -161,7 +166,7 @@ def configuration(sizes: Sizes) -> SimpleNamespace:
             use_ubatching=False,
         ),
         model_config=SimpleNamespace(
-            max_model_len=sizes.capacity,
+            max_model_len=sizes.max_model_len or sizes.capacity,
             hf_text_config=SimpleNamespace(
                 index_kpool=POOL,
                 model_type="glm5_next",
@@ -245,7 +250,11 @@ class SimulatedRank:
         self, rank: int, sizes: Sizes, kernels: Any, dist: LockstepDist, gap_rows: int = 0
     ) -> None:
         self.rank, self.sizes, self.kernels, self.dist = rank, sizes, kernels, dist
-        with patch.dict(os.environ, {SHARD_SELECTION: str(int(sizes.shard_selection))}):
+        flags = {
+            SHARD_SELECTION: str(int(sizes.shard_selection)),
+            MAX_TOKENS: str(sizes.capacity),
+        }
+        with patch.dict(os.environ, flags):
             self.gather = plan.CkvGather(configuration(sizes))
         self.gather.limits = replace(self.gather.limits, min_query_tokens=sizes.min_tokens)
         self.tables = BlockTables()
@@ -460,7 +469,8 @@ class SimulatedRank:
             )
         plan = attention.ckv_plan
         shares = 0 if plan is None else plan.selection_shares
-        return Result(token_ids, out, lse, plan is not None, shares)
+        spans = [] if plan is None else [len(span.windows) for span in plan.spans]
+        return Result(token_ids, out, lse, plan is not None, shares, spans)
 
 
 @contextmanager

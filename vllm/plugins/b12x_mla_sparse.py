@@ -115,7 +115,8 @@ FLAGS: tuple[Flag, ...] = (
         "tokens",
         None,
         "Visible tokens, summed over a batch's requests, that exchange buffers are reserved for; "
-        f"unset follows max_model_len, at most {MAX_VISIBLE_TOKENS}.",
+        "batches that see more gather in several windows; unset follows max_model_len, at most "
+        f"{MAX_VISIBLE_TOKENS}.",
         low=1,
     ),
     Flag(
@@ -149,17 +150,11 @@ def check_flags() -> None:
     """Read every flag once.
 
     Raises:
-        ValueError: a value is malformed, or the two token limits leave no batch to gather.
+        ValueError: a value is malformed.
 
     """
-    values = {flag.name: flag.read() for flag in FLAGS}
-    low = values["VLLM_B12X_MLA_CKV_GATHER_MIN_TOKENS"]
-    high = values["VLLM_B12X_MLA_CKV_GATHER_MAX_TOKENS"]
-    if isinstance(low, int) and isinstance(high, int) and high <= low:
-        raise ValueError(
-            f"VLLM_B12X_MLA_CKV_GATHER_MAX_TOKENS={high} is not accepted with "
-            f"VLLM_B12X_MLA_CKV_GATHER_MIN_TOKENS={low}: set it above {low}, or no batch gathers"
-        )
+    for flag in FLAGS:
+        flag.read()
 
 
 def version_is_supported() -> bool:

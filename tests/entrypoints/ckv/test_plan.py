@@ -157,7 +157,7 @@ def test_sizes_are_those_of_the_runtime(sizes):
     assert plan.kv_tokens_given_up == blocks * 2304 * 4
 
 
-@pytest.mark.parametrize("max_tokens", [4096, 524_288])
+@pytest.mark.parametrize("max_tokens", [9216, 524_288])
 def test_a_shared_selection_needs_its_bytes_only_where_others_do_not_have_them(sizes, max_tokens):
     """512 ids of 8,192 rows are 16 MiB; they come after the index keys, before the records."""
     plain, shared = (
@@ -166,7 +166,7 @@ def test_a_shared_selection_needs_its_bytes_only_where_others_do_not_have_them(s
     # Index keys twice, as records of 132 bytes for each four tokens and as pages.
     index = 16 * 2**20 + 2 * 33 * max_tokens
     assert shared.workspace_bytes >= max(plain.workspace_bytes, index)
-    assert (shared.workspace_bytes > plain.workspace_bytes) == (max_tokens == 4096)
+    assert (shared.workspace_bytes > plain.workspace_bytes) == (max_tokens == 9216)
     assert shared.rows == plain.rows
 
 
@@ -258,7 +258,10 @@ def test_what_cannot_be_known_is_said(monkeypatch, sizes, capsys):
 def test_rows_and_break_even(sizes):
     plan = make(sizes, max_model_len=1_048_576)
     assert [row.context_tokens for row in plan.rows][:3] == [8192, 16_384, 32_768]
-    assert plan.rows[-1].context_tokens == 1_048_576 and not plan.rows[-1].fits
+    # Windows of 524,288 tokens have 56 pages of 2,304 on every rank: 516,096.
+    assert [row.windows for row in plan.rows[-2:]] == [1, 3]
+    assert plan.rows[-1].context_tokens == 1_048_576
+    assert "up to max_model_len, 1,048,576 tokens" in p.describe(plan)
     assert plan.rows[0].ckv_bytes == 2 * 3 * 8192 // 4 * 561
     assert len({row.dcp_bytes for row in plan.rows}) == 1
     assert 0 < plan.break_even_seconds < plan.break_even_bytes
@@ -284,6 +287,7 @@ def test_rows_and_break_even(sizes):
         ({"link_gbps": 0.0}, "--link-gbps 0 is not a speed"),
         ({"max_tokens": 0}, "--max-tokens 0 is not possible"),
         ({"max_tokens": 524_289}, "--max-tokens 524289 is above the 524288"),
+        ({"max_tokens": 9215}, "2304 tokens on each of 4 ranks; set it to at least 9216"),
         ({"block_size": 300}, "--block-size 300 is no multiple of 256: leave it out"),
         ({"block_size": -256}, "or give 256"),
         ({"speculative_tokens": -1}, "--num-speculative-tokens -1 is not possible"),

@@ -237,7 +237,8 @@ class ContextRow:
 
     context_tokens: visible to the last query of the chunk, which is part of it.
     ckv_seconds, dcp_seconds: on the link. scoring_seconds: extra index scoring of a gather.
-    fits: the context is within the reserved capacity; otherwise the chunk takes the ordinary path.
+    windows: in which it is gathered; more than one if the context exceeds the reserved tokens. The
+        estimate leaves out what merging them takes.
     """
 
     context_tokens: int
@@ -246,7 +247,7 @@ class ContextRow:
     ckv_seconds: float
     dcp_seconds: float
     scoring_seconds: float
-    fits: bool
+    windows: int
 
 
 @dataclass(frozen=True)
@@ -255,13 +256,13 @@ class Plan:
 
     gpu_assumed: nobody named a GPU and there is none here.
     page_tokens: the page that vLLM chooses, on every rank.
-    limit_tokens: visible tokens that buffers are reserved for.
+    limit_tokens: visible tokens that buffers are reserved for, and that one window holds.
     flashmla_bytes: the part of ``workspace_bytes`` that FlashMLA takes on Hopper.
     kernels, kernel_bytes: see :func:`kernel_bytes`.
     ordinary_peak_bytes: what ordinary DCP prefill takes at its largest chunk, for comparison.
     kv_tokens_given_up: tokens of the KV cache of all ranks that the reserved bytes would have held.
     break_even_bytes: context up to which a gather moves fewer bytes. break_even_seconds: up to
-        which it takes less time by this estimate. Both may exceed ``limit_tokens``.
+        which it takes less time by this estimate.
     """
 
     model: ModelSizes
@@ -417,6 +418,8 @@ def make_plan(
     geometry.check_index_page()
 
     limit = min(max_model_len, MAX_VISIBLE_TOKENS) if max_tokens is None else max_tokens
+    geometry.check_window(limit, max_model_len=max_model_len)
+    window = limit // geometry.window_granule * geometry.window_granule
     reserve = {"max_tokens": limit, "max_num_seqs": max_num_seqs}
     capacity = geometry.capacity(**reserve)
     local_heads = sizes.heads // tp
@@ -461,7 +464,7 @@ def make_plan(
             ckv_seconds=ckv / (link * 1e9),
             dcp_seconds=dcp_bytes / (link * 1e9),
             scoring_seconds=operations / (gpu.fp8_tflops * 1e12 * SCORING_EFFICIENCY),
-            fits=context <= limit,
+            windows=1 if context <= limit else -(-context // window),
         )
 
     def saves_time(context: int) -> bool:
@@ -508,11 +511,11 @@ def make_plan(
     )
 
 
-def _pays(context: int, chunk: int, limit: int) -> str:
+def _pays(context: int, chunk: int, max_model_len: int) -> str:
     if context < chunk:
         return "never, not even for a prompt's first chunk"
-    if context >= limit:
-        return f"up to the limit of {limit:,} tokens"
+    if context >= max_model_len:
+        return f"up to max_model_len, {max_model_len:,} tokens"
     return f"up to {context:,} tokens of context"
 
 
@@ -538,14 +541,14 @@ def describe(plan: Plan) -> str:
         f"(ordinary prefill's own peak: {size(plan.ordinary_peak_bytes)}){flashmla}",
         f"kernels         {held}",
         f"KV cache        {plan.kv_tokens_given_up:,} tokens given up, of all ranks together",
-        f"fewer bytes     {_pays(plan.break_even_bytes, chunk, plan.limit_tokens)}",
-        f"less time       {_pays(plan.break_even_seconds, chunk, plan.limit_tokens)}, "
+        f"fewer bytes     {_pays(plan.break_even_bytes, chunk, plan.max_model_len)}",
+        f"less time       {_pays(plan.break_even_seconds, chunk, plan.max_model_len)}, "
         f"estimated for {plan.link_gbps:g} GB/s",
         "",
         f"a chunk of {chunk:,} tokens, received by one rank in all layers:",
     ]
     table = [
-        ["context", "full-CKV", "ordinary DCP", "ratio", "ms", "+ scoring", "(DCP ms)", "path"]
+        ["context", "full-CKV", "ordinary DCP", "ratio", "ms", "+ scoring", "(DCP ms)", "windows"]
     ]
     table += [
         [
@@ -556,7 +559,7 @@ def describe(plan: Plan) -> str:
             f"{row.ckv_seconds * 1e3:.2f}",
             f"{row.scoring_seconds * 1e3:.2f}",
             f"{row.dcp_seconds * 1e3:.2f}",
-            "gather" if row.fits else "ordinary (limit)",
+            f"{row.windows}",
         ]
         for row in plan.rows
     ]
@@ -575,7 +578,7 @@ def draw(plan: Plan, path: Path) -> None:
     axes.plot(contexts, [row.dcp_bytes / 1e9 for row in plan.rows], "o-", label="ordinary DCP")
     axes.plot(contexts, [row.ckv_bytes / 1e9 for row in plan.rows], "o-", label="full-CKV")
     if plan.limit_tokens < contexts[-1]:
-        axes.axvline(plan.limit_tokens, linestyle=":", color="grey", label="capacity")
+        axes.axvline(plan.limit_tokens, linestyle=":", color="grey", label="one window")
     if contexts[0] <= plan.break_even_seconds < contexts[-1]:
         label = f"break-even at {plan.link_gbps:g} GB/s"
         axes.axvline(plan.break_even_seconds, linestyle="--", color="black", label=label)

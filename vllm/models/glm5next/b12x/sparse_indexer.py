@@ -125,7 +125,7 @@ def select_tokens(
         all_scores, all_ids = all_gather_candidates(
             scores, ownership.global_ids(local_ids, op.dcp_rank)
         )
-        pool_ids = kernels.merge_pool_candidates(all_scores, all_ids, pool_topk)
+        pool_ids, _ = kernels.merge_pool_candidates(all_scores, all_ids, pool_topk)
     buffer[:num_tokens] = kernels.expand_pools(pool_ids, positions, pool_size, buffer.shape[1])
     return buffer
 

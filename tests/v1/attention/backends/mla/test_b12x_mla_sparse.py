@@ -128,7 +128,8 @@ def test_padded_and_plain_batches_take_the_same_decision(monkeypatch, gather):
     made = builder(monkeypatch, gather, "model.layers.1.self_attn.attn")
     plain = made.build(0, step([20, 30], [120, 30])).ckv_plan
     padded = made.build(0, step([20, 30], [120, 30], pad_rows=3, pad_tokens=14)).ckv_plan
-    assert plain.tokens.seq_lens.tolist() == padded.tokens.seq_lens.tolist() == [120, 30]
+    for plan in (plain, padded):
+        assert plan.windows[0].layout.tokens.seq_lens.tolist() == [120, 30]
     assert made.build(0, step([1, 1], [9, 5], decodes=8, pad_tokens=6)).ckv_plan is None
     assert gather.counters.ordinary == {Reason.DECODE_ONLY: 1}
 

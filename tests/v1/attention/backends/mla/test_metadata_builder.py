@@ -291,7 +291,8 @@ def test_a_capture_holds_nothing_of_the_gather(config, gather, workspace):
         assert not held & theirs
         # Serving in between gathers, out of the bytes that were there before.
         plan = builder.build(0, batch).ckv_plan
-        assert plan.page_table.untyped_storage().data_ptr() in theirs
+        table = plan.windows[0].layout.page_table
+        assert table.untyped_storage().data_ptr() in theirs
         assert gather.counters.gathered_batches == 1 + again
     assert gather.counters.ordinary == {Reason.GRAPH_CAPTURE: 2}
 
@@ -309,8 +310,9 @@ def test_a_padded_batch_of_prompts_gathers_its_requests_alone(config, gather):
     builder = make_builder(config, gather, TARGET)
     plain = builder.build(0, Runner().step([20, 30], [120, 30], True))
     padded = builder.build(0, Runner().step([20, 30], [120, 30], True, pad_rows=3, pad_tokens=14))
-    assert padded.ckv_plan.tokens.seq_lens.tolist() == [120, 30]
-    assert plain.ckv_plan.tokens.seq_lens.tolist() == [120, 30]
+    for metadata in (padded, plain):
+        (window,) = metadata.ckv_plan.windows
+        assert window.layout.tokens.seq_lens.tolist() == [120, 30]
     assert padded.req_id_per_token.tolist() == [0] * 20 + [1] * 30 + [-1] * 14
     assert gather.counters.gathered_query_tokens == 100
     assert gather.counters.gathered_visible_tokens == 300

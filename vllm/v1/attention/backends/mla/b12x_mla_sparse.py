@@ -129,7 +129,7 @@ class B12xMLASparseMetadata(SparseMLACommonMetadata):
     """Sparse MLA metadata plus the batch's one decision."""
 
     ckv_plan: CkvBatchPlan | None = None
-    """The rank-major plan of a batch that gathers; None for every ordinary batch. Draft layers may
+    """The windows of a batch that gathers; None for every ordinary batch. Draft layers may
     share this object with the model's layers, and stay ordinary: none of them reads it."""
 
 
@@ -399,30 +399,28 @@ class B12xMLASparseImpl(SparseMLACommonImpl[B12xMLASparseMetadata]):
         token_ids = self.topk_indices_buffer[:num_tokens]
         req_id = attn_metadata.req_id_per_token[:num_tokens]
         plan = None if self.is_draft else attn_metadata.ckv_plan
-        scratch: tuple[torch.Tensor, ...] | None = None
         if plan is not None:
-            records, rows, counts, scratch = self.gather.gather_latents(
+            return self.gather.attend(
                 plan,
                 self.kernels,
                 kv_c_and_k_pe_cache,
                 attn_metadata.block_table,
                 token_ids,
                 req_id,
+                query,
+                self.scale,
             )
-        else:
-            records, block_stride_rows = flat_kv_row_view(
-                kv_c_and_k_pe_cache, attn_metadata.block_size
-            )
-            rows, counts = self.kernels.filter_local(
-                token_ids,
-                req_id,
-                attn_metadata.block_table,
-                block_stride_rows=block_stride_rows,
-                page_size=attn_metadata.block_size,
-                rank=get_dcp_group().rank_in_group if self.dcp_world_size > 1 else 0,
-                dcp_world_size=self.dcp_world_size,
-                interleave=attn_metadata.cp_kv_cache_interleave_size,
-            )
-            if self.gather.debug:
-                debug.check_below("cache rows", rows, records.shape[0])
-        return self.kernels.attend(query, records, rows, counts, self.scale, scratch)
+        records, block_stride_rows = flat_kv_row_view(kv_c_and_k_pe_cache, attn_metadata.block_size)
+        rows, counts = self.kernels.filter_local(
+            token_ids,
+            req_id,
+            attn_metadata.block_table,
+            block_stride_rows=block_stride_rows,
+            page_size=attn_metadata.block_size,
+            rank=get_dcp_group().rank_in_group if self.dcp_world_size > 1 else 0,
+            dcp_world_size=self.dcp_world_size,
+            interleave=attn_metadata.cp_kv_cache_interleave_size,
+        )
+        if self.gather.debug:
+            debug.check_below("cache rows", rows, records.shape[0])
+        return self.kernels.attend(query, records, rows, counts, self.scale)

@@ -66,8 +66,19 @@ def test_a_layer_that_exchanges_nothing_else_never_gains():
 def test_a_shared_selection_adds_the_ids_of_the_other_shares():
     # 4,096 rows of 512 ids, 4 bytes each, three quarters from other ranks; 4,097 rows are padded.
     plain = model().gathered([65_536])
-    assert model().gathered([65_536], 4096) - plain == 3 * 1024 * 512 * 4
-    assert model().gathered([65_536], 4097) - plain == 3 * 1025 * 512 * 4
+    assert model().gathered([65_536], [4096]) - plain == 3 * 1024 * 512 * 4
+    assert model().gathered([65_536], [4097]) - plain == 3 * 1025 * 512 * 4
+    # Each span shares its own rows.
+    assert model().gathered([65_536], [4097, 2]) - plain == 3 * (1025 + 1) * 512 * 4
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_windows_receive_the_same_bytes(world):
+    """Spans of whole requests, and windows of a context of 2,304 tokens on every rank."""
+    layer, size = model(dcp_world_size=world, interleave=64), 2304 * world
+    lengths = [100_003, 77, 5 * size + 1000]
+    windows = [[100_003, 77], *[[size]] * 5, [1000]]
+    assert layer.gathered(lengths) == sum(map(layer.gathered, windows))
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])

@@ -45,7 +45,7 @@ class NoKernels(TorchReferenceKernels):
         return ids, torch.full(ids.shape, float("-inf"))
 
     def merge_pool_candidates(self, scores, global_ids, topk):
-        return global_ids[:, :topk].contiguous()
+        return global_ids[:, :topk].contiguous(), scores[:, :topk].contiguous()
 
     def filter_local(self, token_ids, req_id, *args, **kwargs):
         return torch.full_like(token_ids, -1), torch.zeros_like(req_id)
@@ -58,8 +58,8 @@ class NoKernels(TorchReferenceKernels):
 class Batch:
     """One batch and everything else that a decision reads.
 
-    spare: capacity beyond need. auto: gather only where that moves fewer bytes. shard: share the
-    selection out.
+    held: what is reserved, in percent of need, but no less than has to be. spare: added to it.
+    auto: gather only where that moves fewer bytes. shard: share the selection out.
     """
 
     world: int
@@ -78,6 +78,7 @@ class Batch:
     auto: bool = False
     record: str = "fp8_ds_mla"
     shard: bool = False
+    held: int = 100
 
 
 @st.composite
@@ -91,7 +92,7 @@ def batches(draw) -> Batch:
         cached=draw(several(*[st.sampled_from([0, 0, 1, 3, 4, 5, 63, 300, 2000])] * count)),
         rows=draw(several(*[st.sampled_from([3, 1, 2, 4, 5, 17])] * count)),
         prefilling=draw(several(*[st.sampled_from([True] * 12 + [False])] * count)),
-        spare=draw(st.sampled_from([50, 50, 0, 1, -1])),
+        spare=draw(st.sampled_from([50, 50, 0, 1])),
         min_tokens=draw(st.sampled_from([0, 0, 0, 16])),
         max_num_seqs=draw(st.sampled_from([6, 6, 6, 3])),
         decodes=draw(rarely),
@@ -102,6 +103,7 @@ def batches(draw) -> Batch:
         auto=draw(st.booleans()),
         record=draw(st.sampled_from(["fp8_ds_mla", "nvfp4_ds_mla"])),
         shard=draw(st.booleans()),
+        held=draw(st.sampled_from([100, 100, 60, 30, 0])),
     )
 
 
@@ -111,13 +113,11 @@ def gathers(batch: Batch, sizes: Sizes) -> bool:
         ordinary_calls(replace(batch, pad_tokens=0), sizes)
     ):
         return False
-    visible = sum(batch.cached) + sum(batch.rows)
     return (
         not (batch.capturing or batch.draft or batch.overlap or num_decodes(batch))
         and all(batch.prefilling)
-        and batch.min_tokens < sum(batch.rows) <= max(visible + batch.spare, 1)
+        and batch.min_tokens < sum(batch.rows)
         and len(batch.rows) <= batch.max_num_seqs
-        and batch.spare >= 0
     )
 
 
@@ -125,10 +125,35 @@ def num_decodes(batch: Batch) -> int:
     return batch.rows.count(1) if batch.decodes else 0
 
 
+def step_order(batch: Batch) -> list[int]:
+    """The requests as vLLM sorts them."""
+    return sorted(range(len(batch.rows)), key=lambda r: batch.rows[r] != 1)
+
+
+def spans(batch: Batch, sizes: Sizes) -> list[tuple[int, list[list[int]]]]:
+    """Rows of each span, and for each of its windows the tokens of the requests in it.
+
+    As the design states it: as many requests together as fit; one that does not fit alone in
+    windows of as many pages on every rank as fit.
+    """
+    found: list[tuple[int, list[list[int]]]] = []
+    window = sizes.capacity - sizes.capacity % (batch.world * sizes.page_size)
+    for r in step_order(batch):
+        rows, length = batch.rows[r], batch.cached[r] + batch.rows[r]
+        if length > sizes.capacity:
+            full, rest = divmod(length, window)
+            found.append((rows, [[window]] * full + [[rest]] * (rest > 0)))
+        elif found and len(found[-1][1]) == 1 and sum(found[-1][1][0]) + length <= sizes.capacity:
+            found[-1] = found[-1][0] + rows, [[*found[-1][1][0], length]]
+        else:
+            found.append((rows, [[length]]))
+    found[-1] = found[-1][0] + batch.pad_tokens, found[-1][1]
+    return found
+
+
 def gathered_calls(batch: Batch, sizes: Sizes) -> list[Call]:
     """One layer's collectives of a gather, from numbers that every rank knows."""
     world, interleave = batch.world, batch.interleave
-    lengths = [c + r for c, r in zip(batch.cached, batch.rows, strict=True)]
 
     def largest(units: list[int], run: int) -> int:
         return max(
@@ -136,14 +161,14 @@ def gathered_calls(batch: Batch, sizes: Sizes) -> list[Call]:
             for rank in range(world)
         )
 
-    index = largest([n // 4 for n in lengths], interleave // 4) * 132
-    latents = largest(lengths, interleave) * sizes.record_bytes
-    rows = sum(batch.rows) + batch.pad_tokens
-    selection = batch.shard * -(-rows // world) * sizes.pool_topk * 4
+    selection, attention = [], []
+    for rows, windows in spans(batch, sizes):
+        for tokens in windows:
+            selection.append(largest([n // 4 for n in tokens], interleave // 4) * 132)
+            attention.append(largest(tokens, interleave) * sizes.record_bytes)
+        selection.append(batch.shard * -(-rows // world) * sizes.pool_topk * 4)
     return [
-        Call("all_gather_into_tensor", size, world * size)
-        for size in (index, selection, latents)
-        if size
+        Call("all_gather_into_tensor", size, world * size) for size in selection + attention if size
     ]
 
 
@@ -170,17 +195,19 @@ def expected_calls(batch: Batch, sizes: Sizes) -> list[Call]:
 
 
 def play(batch: Batch, change=lambda rank: None) -> tuple[Lockstep, Sizes]:
-    visible = sum(batch.cached) + sum(batch.rows)
+    lengths = [c + r for c, r in zip(batch.cached, batch.rows, strict=True)]
+    least = min(batch.world * Sizes.page_size, max(lengths))
     sizes = Sizes(
         batch.world,
         batch.interleave,
-        capacity=max(visible + batch.spare, 1),
+        capacity=max(sum(lengths) * batch.held // 100 + batch.spare, least),
+        max_model_len=max(lengths),
         min_tokens=batch.min_tokens,
         max_num_seqs=batch.max_num_seqs,
         record=batch.record,
         shard_selection=batch.shard,
     )
-    order = sorted(range(len(batch.rows)), key=lambda r: batch.rows[r] != 1)
+    order = step_order(batch)
     step = Step(
         requests=order,
         query_lens=[batch.rows[r] for r in order],
@@ -296,8 +323,24 @@ def test_case_4_the_last_batch_that_fits_and_the_first_that_does_not(world):
     lockstep, sizes = play(full)
     assert [len(calls) for calls in lockstep.calls] == [2] * world
     assert lockstep.calls[0] == expected_calls(full, sizes)
+    # The last request in a span of its own.
     lockstep, sizes = play(replace(full, spare=-1))
-    assert [len(calls) for calls in lockstep.calls] == [3] * world
+    assert [len(calls) for calls in lockstep.calls] == [4] * world
+    assert lockstep.calls[0] == expected_calls(full, sizes)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_windows_of_a_context_meet_one_after_the_other(shard):
+    """Four ranks, pages of 256: windows of 1,024, the last one with 952 + 4 tokens."""
+    batch = replace(
+        PLAIN, cached=(3000, 3), rows=(4, 5), prefilling=(True,) * 2, held=0, shard=shard
+    )
+    lockstep, sizes = play(batch)
+    assert sizes.capacity == 1024
+    # Keys of 256, 256 and 239 pools, four ids for each of one row, then the other request's.
+    keys = [64 * 132, 64 * 132, 60 * 132, *[1 * 4 * 4] * shard, 1 * 132, *[2 * 4 * 4] * shard]
+    records = [256 * 528, 256 * 528, 240 * 528, 4 * 528]
+    assert [[call.sent for call in calls] for calls in lockstep.calls] == [keys + records] * 4
 
 
 @pytest.mark.parametrize("record", ["fp8_ds_mla", "nvfp4_ds_mla"])
@@ -305,7 +348,7 @@ def test_case_4_the_last_batch_that_fits_and_the_first_that_does_not(world):
 def test_auto_gathers_the_longest_context_that_moves_fewer_bytes(world, record):
     """One token more of context, and all ranks take the other path."""
     batch = replace(PLAIN, world=world, rows=(17,), auto=True, record=record)
-    sizes = play(batch)[1]
+    sizes = replace(play(batch)[1], capacity=10**6)
     ordinary = received(ordinary_calls(batch, sizes))
     context = 0
     while received(gathered_calls(replace(batch, cached=(context,)), sizes)) < ordinary:

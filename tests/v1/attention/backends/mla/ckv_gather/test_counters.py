@@ -63,7 +63,8 @@ def test_decisions_are_counted_once_per_step_and_by_reason(make_gather, make_com
         (make_common([1, 1], [50, 60], [False, False]), 2),
         (make_common([1, 40], [50, 60], [False, True]), 1),
         (make_common([900], [900]), 0),
-        (make_common([901], [1001]), 0),
+        # Beyond the 1,000 tokens that are reserved: a span for each.
+        (make_common([400, 501], [500, 501]), 0),
     ]
     for batch, decodes in batches:
         # The builder of another cache group plans the same step and must not count it again.
@@ -72,32 +73,38 @@ def test_decisions_are_counted_once_per_step_and_by_reason(make_gather, make_com
         assert (plan is None) == (again is None)
     gather.plan_batch(make_common([20], [20]), num_decode_tokens=0, capturing=True)
     assert gather.counters.as_dict() == {
-        "gathered_batches": 3,
-        "gathered_query_tokens": 990,
-        "gathered_visible_tokens": 150 + 40 + 900,
+        "gathered_batches": 4,
+        "gathered_windows": 5,
+        "gathered_query_tokens": 990 + 901,
+        "gathered_visible_tokens": 150 + 40 + 900 + 1001,
         "ordinary_batches": {
             "graph_capture": 1,
             "decode_only": 1,
             "decode_tokens": 1,
-            "capacity": 1,
         },
         "ckv_bytes": 0,
         "dcp_bytes": 0,
         "exchange_seconds": dict.fromkeys(("index_keys", "selection", "records"), NOTHING_TIMED),
     }
     assert gather.counters.summary() == (
-        "gathered 3 batches, 990 tokens; ordinary: 1 mixed, 1 over capacity"
+        "gathered 4 batches in 5 windows, 1,891 tokens; ordinary: 1 mixed"
     )
 
 
 def test_summary_of_large_numbers():
-    totals = c.GatherCounters(gathered_batches=812, gathered_query_tokens=3_140_000)
-    totals.ordinary.update({Reason.DECODE_TOKENS: 10, Reason.CAPACITY: 2, Reason.DECODE_ONLY: 9999})
+    totals = c.GatherCounters(
+        gathered_batches=812, gathered_windows=1815, gathered_query_tokens=3_140_000
+    )
+    totals.ordinary.update(
+        {Reason.DECODE_TOKENS: 10, Reason.TOO_FEW_TOKENS: 2, Reason.DECODE_ONLY: 9999}
+    )
     assert totals.summary() == (
-        "gathered 812 batches, 3.1 M tokens; ordinary: 10 mixed, 2 over capacity"
+        "gathered 812 batches in 1,815 windows, 3.1 M tokens; ordinary: 10 mixed, 2 short"
     )
     assert totals.prefill_batches == 824
-    assert c.GatherCounters().summary() == "gathered 0 batches, 0 tokens; ordinary: none"
+    assert c.GatherCounters().summary() == (
+        "gathered 0 batches in 0 windows, 0 tokens; ordinary: none"
+    )
 
 
 def test_one_summary_line_every_so_many_prompts(monkeypatch, make_gather, make_common):
@@ -114,10 +121,11 @@ def test_one_summary_line_every_so_many_prompts(monkeypatch, make_gather, make_c
     assert warnings == []
     for _ in range(2):
         gather.plan_batch(make_common([9], [9]), num_decode_tokens=0, capturing=False)
-        gather.plan_batch(make_common([500], [1001]), num_decode_tokens=0, capturing=False)
+        mixed = make_common([1, 40], [50, 60], [False, True])
+        gather.plan_batch(mixed, num_decode_tokens=1, capturing=False)
     assert len(warnings) == 2
     assert "9 query tokens, it takes more than 16" in warnings[0]
-    assert "1001 visible tokens, buffers are reserved for 1000" in warnings[1]
+    assert "1 of 41 tokens are decodes" in warnings[1]
 
 
 def test_ordinary_bytes_of_prefill_rows_only(make_gather):

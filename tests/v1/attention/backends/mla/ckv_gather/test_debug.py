@@ -138,7 +138,7 @@ def test_a_rank_that_decides_alone_is_named(bank):
             rank.gather.limits = replace(rank.gather.limits, min_query_tokens=100)
 
     with pytest.raises(
-        RuntimeError, match=r"\[1, 34, 2, 34, 34, 1\] on rank 0, \[0, 34, 2, 34, 34, 1\] on"
+        RuntimeError, match=r"\[1, 34, 2, 34, 34, 1, 1\] on rank 0, \[0, 34, 2, 34, 34, 1, 1\] on"
     ):
         play(bank, change)
 
@@ -147,7 +147,9 @@ def test_a_rank_that_shares_its_selection_alone_is_named(bank):
     def change(rank):
         rank.gather.shard_selection = rank.rank == 1
 
-    with pytest.raises(RuntimeError, match=r"34, 34, 1\] on rank 0, \[.*34, 34, 3\] on rank 1"):
+    with pytest.raises(
+        RuntimeError, match=r"34, 34, 1, 1\] on rank 0, \[.*34, 34, 3, 1\] on rank 1"
+    ):
         play(bank, change, shard_selection=True)
 
 

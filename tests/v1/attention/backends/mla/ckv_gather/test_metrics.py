@@ -44,15 +44,18 @@ def test_totals_appear_and_grow(tmp_path, monkeypatch):
     monkeypatch.delenv(MULTIPROCESS, raising=False)
     monkeypatch.setenv(metrics.FOLDER, str(tmp_path))
     monkeypatch.setattr(metrics, "INTERVAL_SECONDS", 0.01)
-    counters = GatherCounters(gathered_batches=3, gathered_query_tokens=600, dcp_bytes=7)
-    counters.ordinary[Reason.CAPACITY] = 2
+    counters = GatherCounters(
+        gathered_batches=3, gathered_windows=8, gathered_query_tokens=600, dcp_bytes=7
+    )
+    counters.ordinary[Reason.TOO_FEW_TOKENS] = 2
     for seconds in (3e-4, 4e-4, 0.03, 9.0):
         counters.exchange_seconds["records"].add(seconds)
     thread = metrics.publish(counters.as_dict, 0)
     wait_for(tmp_path, 'vllm:ckv_gather_batches_total{engine="0"}', "3.0")
     seen = scrape(tmp_path)
+    assert seen['vllm:ckv_gather_windows_total{engine="0"}'] == "8.0"
     assert seen['vllm:ckv_gather_query_tokens_total{engine="0"}'] == "600.0"
-    name = 'vllm:ckv_gather_ordinary_batches_total{engine="0",reason="capacity"}'
+    name = 'vllm:ckv_gather_ordinary_batches_total{engine="0",reason="too_few_tokens"}'
     assert seen[name] == "2.0"
     assert seen['vllm:ckv_gather_received_bytes_total{engine="0",path="dcp"}'] == "7.0"
     check_durations(seen, 0)

@@ -29,7 +29,10 @@ def test_device_ownership_equals_the_integer_form(world: int, interleave: int) -
 def test_plan_of_a_batch_covers_tokens_pools_and_pages(make_gather) -> None:
     gather = make_gather(4, max_model_len=2000)
     lengths = torch.tensor([19, 33, 3, 1030])
-    plan = gather.layout_batch(lengths, torch.device("cpu"))
+    spans = gather.plan_spans(lengths.tolist(), [1] * 4, 4)
+    (window,) = gather.layout_batch(lengths.tolist(), spans, torch.device("cpu")).windows
+    assert (window.requests, window.rows, window.bounds) == (slice(0, 4), slice(0, 4), None)
+    plan = window.layout
     assert plan.tokens.visible == int(lengths.sum())
     assert plan.pools.seq_lens.tolist() == [4, 8, 0, 257]
     assert plan.page_starts.tolist() == [0, 1, 2, 2]

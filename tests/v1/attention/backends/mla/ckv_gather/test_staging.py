@@ -87,6 +87,11 @@ def test_page_tables_reuse_their_memory_and_name_valid_pages_only():
     narrow = tables.fill(torch.tensor([0], dtype=torch.int32), 1, 0)
     assert narrow.tolist() == [[0]]
     assert narrow.data_ptr() == wide.data_ptr()
+    # Tables of one batch keep apart: three rows, and the one that windows share.
+    first = tables.fill(torch.tensor([0, 2], dtype=torch.int32), 4, 9)
+    rest = [tables.fill(torch.tensor([5], dtype=torch.int32), 4, 9, row) for row in (2, 3)]
+    assert first.tolist() == [[0, 1, 2, 3], [2, 3, 4, 5]]
+    assert [table.tolist() for table in rest] == [[[5, 6, 7, 8]]] * 2
 
 
 def test_a_whole_plan_is_one_transfer_without_new_memory(make_gather, monkeypatch):
@@ -96,8 +101,13 @@ def test_a_whole_plan_is_one_transfer_without_new_memory(make_gather, monkeypatc
     monkeypatch.setattr(
         StagingRing, "stage", lambda self, parts: staged.append(len(parts)) or real(self, parts)
     )
-    first = gather.layout_batch(torch.tensor([19, 33]), torch.device("cpu"))
-    again = gather.layout_batch(torch.tensor([1, 2, 3]), torch.device("cpu"))
+
+    def lay_out(lengths):
+        spans = gather.plan_spans(lengths, [1] * len(lengths), len(lengths))
+        (window,) = gather.layout_batch(lengths, spans, torch.device("cpu")).windows
+        return window.layout
+
+    first, again = lay_out([19, 33]), lay_out([1, 2, 3])
     assert staged == [3, 3]
     # Each view holds its own layout's numbers, though they travelled together.
     for plan in (first, again):
@@ -126,12 +136,10 @@ def test_a_whole_plan_is_one_transfer_without_new_memory(make_gather, monkeypatc
     assert sum(tensor.nbytes for tensor in taken) == device_bytes(
         gather.max_num_seqs, 4, gather.max_pages
     )
-    # The largest admitted batch fits: as many requests as reserved, one of them the longest.
-    limits = gather.limits
-    lengths = torch.ones(limits.max_num_seqs, dtype=torch.int64)
-    lengths[3] = limits.max_visible_tokens - limits.max_num_seqs + 1
-    plan = gather.layout_batch(lengths, torch.device("cpu"))
-    assert plan.page_table.shape == (limits.max_num_seqs, gather.max_pages)
+    # The largest window fits: as many requests as reserved, one of them the longest.
+    lengths = [1] * gather.max_num_seqs
+    lengths[3] = gather.max_visible_tokens - gather.max_num_seqs + 1
+    assert lay_out(lengths).page_table.shape == (gather.max_num_seqs, gather.max_pages)
 
 
 def test_case_8_padding_rows_are_not_part_of_the_plan(make_gather, make_common):
@@ -144,7 +152,11 @@ def test_case_8_padding_rows_are_not_part_of_the_plan(make_gather, make_common):
         num_decode_tokens=0,
         capturing=False,
     )
-    assert plain.tokens.seq_lens.tolist() == padded.tokens.seq_lens.tolist() == [120, 30]
-    assert padded.staged_tokens.starts.shape == (2, 2)
+    (plain,), (padded,) = plain.windows, padded.windows
+    assert plain.layout.tokens.seq_lens.tolist() == [120, 30]
+    assert padded.layout.tokens.seq_lens.tolist() == [120, 30]
+    assert padded.layout.staged_tokens.starts.shape == (2, 2)
+    # Their rows are selected for and attend all the same, and get nothing.
+    assert (plain.rows, padded.rows) == (slice(0, 50), slice(0, 64))
     assert gather.counters.gathered_query_tokens == 100
     assert gather.counters.gathered_visible_tokens == 300

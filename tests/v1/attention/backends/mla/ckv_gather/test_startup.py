@@ -247,8 +247,9 @@ def test_the_first_run_takes_every_operation_through_every_collective():
         assert result["sizes"] == {
             "max_records": 1280, "max_tokens": 6, "num_heads": 2, "width": 35
         }  # fmt: skip
-        # One row and the largest batch on both ordinary runs, then three gathered lengths.
-        assert result["attended"] == [1, 6, 6, 6, 6]
+        # One row and the largest batch on both ordinary runs, then three gathered lengths, and one
+        # in two windows, both of which all rows see.
+        assert result["attended"] == [1, 6, 6, 6, 6, 6, 6]
         assert result["dcp"] == [
             ("query", (1, 2, 512)), ("combine", (1, 4, 512)),
             ("query", (6, 2, 512)), ("combine", (6, 4, 512)),
@@ -263,10 +264,27 @@ def test_the_first_run_takes_every_operation_through_every_collective():
     names = [name for name, _ in ranks[0]["entered"]]
     assert names[0] == "all_gather_object" and names.count("all_gather_object") == 1
     shapes = [tuple(shape) for name, shape in ranks[0]["entered"][1:]]
-    # Candidates of both batches; one token, with no pool; one pool; then the whole capacity.
+    # Candidates of both batches; one token, with no pool; one pool; then the whole capacity; then
+    # 1,001 tokens, keys of windows of 512 and 489, and their records.
     assert shapes == [
-        (4, 1, 8), (4, 6, 8), (2, 528), (2, 132), (8, 528), (250, 132), (1000, 528)
+        (4, 1, 8), (4, 6, 8), (2, 528), (2, 132), (8, 528), (250, 132), (1000, 528),
+        (128, 132), (122, 132), (512, 528), (490, 528),
     ]  # fmt: skip
+
+
+def start_short(rank: int, world: int) -> dict:
+    return start(rank, world, {"max_model_len": 300})
+
+
+def test_without_room_for_a_window_the_first_run_takes_several_requests():
+    """No request can be longer than 300 tokens then, but a batch can see more."""
+    ranks = run_ranks(2, "start_short")
+    for result in ranks:
+        assert result["attended"] == [1, 6, 6, 6, 6, 1, 5]
+        assert result["same_bytes"] and result["reserved"][0] == result["reserved"][1]
+    assert ranks[0]["entered"] == ranks[1]["entered"]
+    shapes = [tuple(shape) for _, shape in ranks[0]["entered"][1:]]
+    assert shapes[-4:] == [(76, 132), (76, 132), (304, 528), (304, 528)]
 
 
 def start_sharing(rank: int, world: int) -> dict:
@@ -280,12 +298,12 @@ def test_the_first_run_shares_selections_out_as_well():
         # The lock proves that the exchanged ids lie in reserved bytes.
         assert result["same_bytes"] and result["reserved"][0] == result["reserved"][1]
         assert result["counters"]["ckv_bytes"] == 0
-        assert result["attended"] == [1, 6, 6, 6, 6, 1, 6]
+        assert result["attended"] == [1, 6, 6, 6, 6, 6, 6, 1, 6]
     assert ranks[0]["entered"] == ranks[1]["entered"]
     shapes = [tuple(shape) for _, shape in ranks[0]["entered"][1:]]
     # After everything else: one row, of which rank 1 has none; then six.
     keys, records = (250, 132), (1000, 528)
-    assert shapes[7:] == [keys, (2, 8), records, keys, (6, 8), records]
+    assert shapes[11:] == [keys, (2, 8), records, keys, (6, 8), records]
 
 
 def test_a_new_page_size_after_the_first_call_names_both(make_gather, monkeypatch):

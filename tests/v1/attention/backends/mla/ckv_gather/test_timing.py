@@ -156,12 +156,13 @@ def test_a_batch_is_timed_by_the_builder_that_counts_it(
 
     def step(**options):
         plan = gather.plan_batch(make_common([40], [40]), num_decode_tokens=0, **options)
-        plan = plan or gather.layout_batch(torch.tensor([40]), torch.device("cpu"))
+        spans = gather.plan_spans([40], [40], 40)
+        plan = plan or gather.layout_batch([40], spans, torch.device("cpu"))
         return replace(plan, selection_shares=shares)
 
     def layer(plan):
         gather.select_pools(plan, kernels, pages, table, ids, ids, ids, ids, 2)
-        gather.gather_latents(plan, kernels, buffers.records, table, table, table)
+        gather.gather_latents(plan.windows[0], kernels, buffers.records, table, table, table)
 
     layer(step(capturing=False, count=False))
     layer(step(capturing=True))

@@ -450,7 +450,7 @@ def test_ordinary_merge_equals_the_single_rank_selection(kernels, world):
     records, (q, w) = random_index(pools), queries(9)
     counts = int32([300, 299, 33, 32, 31, 1, 0, 130, 64])
     req = torch.zeros(9, dtype=torch.int32)
-    expected, _ = kernels.select_pools(
+    expected, expected_scores = kernels.select_pools(
         q, w, planar(records), int32([[0, 1, 2, 3, 4]]), req, counts, topk
     )
     all_scores, all_ids = [], []
@@ -463,8 +463,11 @@ def test_ordinary_merge_equals_the_single_rank_selection(kernels, world):
         lookup = torch.tensor([*mine, -1], dtype=torch.int32)
         all_ids.append(lookup[ids.long()])
         all_scores.append(scores)
-    merged = kernels.merge_pool_candidates(torch.cat(all_scores, 1), torch.cat(all_ids, 1), topk)
+    merged, scores = kernels.merge_pool_candidates(
+        torch.cat(all_scores, 1), torch.cat(all_ids, 1), topk
+    )
     assert torch.equal(merged, expected)
+    assert torch.equal(scores, expected_scores)
 
 
 def integer_index(pools, heads, rows, seed):
@@ -545,7 +548,8 @@ def test_merge_of_unordered_candidates_with_ties(kernels):
     ids[2, 30:], ids[3, 40:], ids[4, 41:], ids[5] = -1, -1, -1, -1
     scores[ids < 0] = math.nan
     got = kernels.merge_pool_candidates(scores, ids, topk)
-    assert torch.equal(got, ref.TorchReferenceKernels().merge_pool_candidates(scores, ids, topk))
+    want = ref.TorchReferenceKernels().merge_pool_candidates(scores, ids, topk)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
 def test_expand_order_is_history_tail_then_nothing(kernels):
@@ -604,6 +608,37 @@ def test_remap_worked_example_and_padding_rows(kernels):
     assert got is out
     assert counts.tolist() == [3, 3, 0, 0, 0]
     assert out.tolist() == [[6, 0, -1, 19], [15, -1, 20, 11], [-1] * 4, [-1] * 4, [-1] * 4]
+
+
+@pytest.mark.parametrize(("world", "interleave"), [(4, 4), (3, 64), (2, 8)])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_remap_of_a_window_keeps_its_tokens_in_order_without_holes(
+    kernels, world, interleave, in_place
+):
+    """Rows are wider than a program's block; a window's tokens lie as if they were the first."""
+    step, width = world * interleave, 700
+    begin, end = 2 * step, 5 * step + 3
+    _, starts, padded = layout([end - begin], world, interleave)
+    tokens = torch.full((5, width), -1, dtype=torch.int32)
+    for row in range(3):
+        tokens[row, :600] = torch.randint(0, 8 * step, (600,)).int()
+    tokens[1, 17] = tokens[1, 300] = -1
+    tokens[2] = torch.arange(width) % begin  # nothing of the window
+    tokens[3], tokens[4] = POISON, POISON
+    counts = int32([POISON] * 5)
+    want = torch.full_like(tokens, -1)
+    lengths = []
+    for row in range(3):
+        kept = torch.tensor([t - begin for t in tokens[row].tolist() if begin <= t < end]).int()
+        lengths.append(kept.numel())
+        want[row, : kept.numel()] = kernels.remap(
+            kept[None], int32([0]), starts, padded, world, interleave
+        )[0]
+    req = int32([0, 0, 0, -1, -1])
+    out = tokens if in_place else torch.full_like(tokens, POISON)
+    got = kernels.remap(tokens, req, starts, padded, world, interleave, out, counts, (begin, end))
+    assert torch.equal(got, want)
+    assert counts.tolist() == [*lengths, 0, 0] and lengths[2] == 0 < min(lengths[:2])
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

@@ -228,7 +228,7 @@ def test_a_hundred_runs_give_the_same_bits(kernels):
     first = None
     for _ in range(100):
         ids, scores = kernels.select_pools(q8, weights, pages, table, req, counts, 512)
-        merged = kernels.merge_pool_candidates(scores, ids, 512)
+        merged, _ = kernels.merge_pool_candidates(scores, ids, 512)
         tokens = kernels.expand_pools(ids, positions, 4, 2051)
         kept, lengths = kernels.filter_local(tokens, req, table, 100, 64 * 100, 1, 2, 4)
         results = [ids, scores, merged, tokens, kept, lengths]

@@ -76,11 +76,14 @@ class ByteModel:
     pool_topk: int
     a2a: bool
 
-    def gathered(self, lengths: Iterable[int], sharded_rows: int = 0) -> int:
+    def gathered(self, lengths: Iterable[int], sharded_rows: Iterable[int] = ()) -> int:
         """Bytes received when all records and index keys of a batch are gathered.
 
-        lengths: visible tokens of each request. sharded_rows: rows whose selection is shared out
-            over the ranks.
+        In one window or in several: rank 0 stores as many records as any other rank of every
+        request and of every window of its context, so what is padded for one adds up.
+
+        lengths: visible tokens of each request. sharded_rows: rows of each span, if its selection
+            is shared out over the ranks.
         """
         # No rank stores more of a request than rank 0, so its span is the padded one.
         rank = {"rank": 0, "dcp_world_size": self.dcp_world_size}
@@ -92,7 +95,9 @@ class ByteModel:
             )
         others = self.dcp_world_size - 1
         keys_and_records = records * self.record_bytes + pools * INDEX_RECORD_BYTES
-        selection = selection_bytes(sharded_rows, self.pool_topk, self.dcp_world_size)
+        selection = sum(
+            selection_bytes(rows, self.pool_topk, self.dcp_world_size) for rows in sharded_rows
+        )
         return others * keys_and_records + selection
 
     def ordinary(self, query_tokens: int) -> int:

@@ -32,10 +32,8 @@ SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25,
 
 _WORDS = {
     Reason.DECODE_TOKENS: "mixed",
-    Reason.CAPACITY: "over capacity",
     Reason.NOT_ALL_PREFILLING: "not all prefilling",
     Reason.TOO_FEW_TOKENS: "short",
-    Reason.TOO_MANY_TOKENS: "over the token limit",
     Reason.TOO_MANY_REQUESTS: "over the request limit",
     Reason.NO_GAIN: "without gain",
 }
@@ -101,6 +99,7 @@ class GatherCounters:
     """Running totals of one process.
 
     gathered_batches: batches that took the full-CKV path.
+    gathered_windows: windows in which they did, one for each that fits the reserved buffers.
     gathered_query_tokens: their query tokens.
     gathered_visible_tokens: their visible tokens, summed over requests.
     ordinary: batches that did not, by reason.
@@ -112,6 +111,7 @@ class GatherCounters:
     """
 
     gathered_batches: int = 0
+    gathered_windows: int = 0
     gathered_query_tokens: int = 0
     gathered_visible_tokens: int = 0
     ordinary: Counter[Reason] = field(default_factory=Counter)
@@ -131,6 +131,7 @@ class GatherCounters:
         """The totals as plain numbers; ``ordinary_batches`` maps reason names to counts."""
         return {
             "gathered_batches": self.gathered_batches,
+            "gathered_windows": self.gathered_windows,
             "gathered_query_tokens": self.gathered_query_tokens,
             "gathered_visible_tokens": self.gathered_visible_tokens,
             "ordinary_batches": {
@@ -144,15 +145,16 @@ class GatherCounters:
         }
 
     def summary(self) -> str:
-        """One line: ``gathered 812 batches, 3.1 M tokens; ordinary: 10 mixed, 2 over capacity``."""
+        """One line: ``gathered 812 batches in 815 windows, 3.1 M tokens; ordinary: 10 mixed``."""
         refused = [
             f"{self.ordinary[reason]:,} {_WORDS.get(reason, reason.value)}"
             for reason in Reason
             if self.ordinary[reason] and reason not in NOT_PREFILL
         ]
         return (
-            f"gathered {self.gathered_batches:,} batches, {_short(self.gathered_query_tokens)} "
-            f"tokens; ordinary: {', '.join(refused) or 'none'}"
+            f"gathered {self.gathered_batches:,} batches in {self.gathered_windows:,} windows, "
+            f"{_short(self.gathered_query_tokens)} tokens; "
+            f"ordinary: {', '.join(refused) or 'none'}"
         )
 
 

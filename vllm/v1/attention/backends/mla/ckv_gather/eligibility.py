@@ -26,9 +26,7 @@ class Reason(Enum):
     DECODE_TOKENS = "decode_tokens"
     NOT_ALL_PREFILLING = "not_all_prefilling"
     TOO_FEW_TOKENS = "too_few_tokens"
-    TOO_MANY_TOKENS = "too_many_tokens"
     TOO_MANY_REQUESTS = "too_many_requests"
-    CAPACITY = "capacity"
     NO_GAIN = "no_gain"
 
 
@@ -70,10 +68,6 @@ class Limits:
     """Ranks that share a request."""
     min_query_tokens: int
     """A batch must have more query tokens than this (exclusive)."""
-    max_query_tokens: int
-    """A batch may have at most this many query tokens."""
-    max_visible_tokens: int
-    """Visible tokens that the reserved buffers hold, over all requests of a batch."""
     max_num_seqs: int
     """Requests for which the buffers have been sized."""
     fewer_bytes_only: bool = False
@@ -136,21 +130,10 @@ def decide(facts: BatchFacts, limits: Limits) -> Decision:
             Reason.TOO_FEW_TOKENS,
             f"{facts.num_query_tokens} query tokens, it takes more than {limits.min_query_tokens}",
         )
-    if facts.num_query_tokens > limits.max_query_tokens:
-        return refuse(
-            Reason.TOO_MANY_TOKENS,
-            f"{facts.num_query_tokens} query tokens, the limit is {limits.max_query_tokens}",
-        )
     if facts.num_requests > limits.max_num_seqs:
         return refuse(
             Reason.TOO_MANY_REQUESTS,
             f"{facts.num_requests} requests, buffers are reserved for {limits.max_num_seqs}",
-        )
-    if facts.visible_tokens > limits.max_visible_tokens:
-        return refuse(
-            Reason.CAPACITY,
-            f"{facts.visible_tokens} visible tokens, buffers are reserved for "
-            f"{limits.max_visible_tokens}",
         )
     if limits.fewer_bytes_only and facts.gathered_bytes >= facts.ordinary_bytes:
         return refuse(

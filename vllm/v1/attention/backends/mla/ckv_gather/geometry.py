@@ -201,6 +201,29 @@ class PageGeometry:
         """Consecutive pools on one rank."""
         return self.interleave // self.pool_size
 
+    @property
+    def window_granule(self) -> int:
+        """Tokens of a request that fill one page on every rank.
+
+        Windows of a context are a multiple of it, so that each begins with a page on every rank.
+        """
+        return self.dcp_world_size * self.page_size
+
+    def check_window(self, max_tokens: int, *, max_model_len: int) -> None:
+        """Check that buffers for ``max_tokens`` hold a request, or at least a window of one.
+
+        Raises:
+            ValueError: they do not. The message has both sides and the remedy.
+        """
+        least = min(self.window_granule, max_model_len)
+        if max_tokens < least:
+            raise ValueError(
+                f"VLLM_B12X_MLA_CKV_GATHER_MAX_TOKENS={max_tokens} holds neither a request of "
+                f"max_model_len {max_model_len} nor a window of one, which is a page of "
+                f"{self.page_size} tokens on each of {self.dcp_world_size} ranks; set it to at "
+                f"least {least}"
+            )
+
     def check_index_page(self) -> None:
         """Check that a page of tokens holds whole planar index pages.
 

@@ -7,6 +7,7 @@ process share one instance, so that the geometry is frozen once and refusals are
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,13 @@ from vllm.v1.attention.backends.mla.ckv_gather.staging import (
     numbers_per_batch,
 )
 from vllm.v1.attention.backends.mla.ckv_gather.timing import ExchangeTimer
+from vllm.v1.attention.backends.mla.ckv_gather.windows import (
+    Candidates,
+    Span,
+    merge_attention,
+    merge_candidates,
+    plan_spans,
+)
 from vllm.v1.attention.backends.mla.ckv_gather.workspace import WorkspacePlan
 
 if TYPE_CHECKING:
@@ -76,16 +84,14 @@ _EXPECTED = NOT_PREFILL | {Reason.DISABLED, Reason.NO_CONTEXT_PARALLELISM, Reaso
 
 
 @dataclass(frozen=True)
-class CkvBatchPlan:
-    """Everything the exchanges of one gathered batch read.
+class CkvLayout:
+    """Where the records and index keys of R requests land when they are gathered.
 
     tokens, pools: the rank-major layouts, on the host.
     staged_tokens, staged_pools: the same on the device.
     num_index_pages: planar index pages of all requests.
     page_starts: (R,) int32. First planar index page of each request.
     page_table: (R, W) int32. Planar index pages of each request, in order.
-    selection_shares: N if each rank selects for a share of the rows, 1 if every rank selects for
-        all.
     """
 
     tokens: RankMajorLayout
@@ -95,7 +101,63 @@ class CkvBatchPlan:
     num_index_pages: int
     page_starts: torch.Tensor
     page_table: torch.Tensor
+
+
+@dataclass(frozen=True)
+class CkvWindow:
+    """Records that are gathered together.
+
+    layout: of the requests, as if what is in the window were all of them.
+    requests: of the batch.
+    rows, pool_rows: of the batch; those that see a token of the window, or a pool.
+    bounds: the first token of the context that is in the window, and the first one behind it; None
+        if the window holds whole requests.
+    """
+
+    layout: CkvLayout
+    requests: slice
+    rows: slice
+    pool_rows: slice
+    bounds: tuple[int, int] | None = None
+
+    @property
+    def begin(self) -> int:
+        """Tokens of the context before the window."""
+        return 0 if self.bounds is None else self.bounds[0]
+
+    def numbered(self, req_id: torch.Tensor) -> torch.Tensor:
+        """Requests of rows, ``req_id`` (T,) int32, as the window counts them; negative stays so."""
+        first = self.requests.start
+        return req_id - first if first else req_id
+
+
+@dataclass(frozen=True)
+class CkvSpan:
+    """Rows that are computed together, see :class:`.windows.Span`.
+
+    rows: of the batch. windows: in the order of the context.
+    """
+
+    rows: slice
+    windows: tuple[CkvWindow, ...]
+
+
+@dataclass(frozen=True)
+class CkvBatchPlan:
+    """What one gathered batch is computed from; a batch that fits is one span with one window.
+
+    spans: they cover the rows of the batch, in order.
+    selection_shares: N if each rank selects for a share of a span's rows, 1 if every rank selects
+        for all.
+    """
+
+    spans: tuple[CkvSpan, ...]
     selection_shares: int
+
+    @property
+    def windows(self) -> tuple[CkvWindow, ...]:
+        """The windows of all spans, in the order in which they are gathered."""
+        return tuple(window for span in self.spans for window in span.windows)
 
 
 @dataclass(frozen=True)
@@ -148,8 +210,6 @@ class CkvGather:
             supported_geometry=True,  # the backend refuses every other model at start
             dcp_world_size=self.dcp_world_size,
             min_query_tokens=int(envs.VLLM_B12X_MLA_CKV_GATHER_MIN_TOKENS),
-            max_query_tokens=self.max_visible_tokens,
-            max_visible_tokens=self.max_visible_tokens,
             max_num_seqs=self.max_num_seqs,
             fewer_bytes_only=self.mode == "auto",
         )
@@ -213,13 +273,6 @@ class CkvGather:
         if configured is not None:
             return int(configured)
         max_model_len = self.vllm_config.model_config.max_model_len
-        if self.enabled and max_model_len > MAX_VISIBLE_TOKENS:
-            logger.warning_once(
-                "full-CKV gather: max_model_len %d is larger than the cap of %d visible tokens; "
-                "batches beyond it take the ordinary path",
-                max_model_len,
-                MAX_VISIBLE_TOKENS,
-            )
         return min(max_model_len, MAX_VISIBLE_TOKENS)
 
     @property
@@ -252,7 +305,8 @@ class CkvGather:
 
         Raises:
             RuntimeError: the ranks' facts differ, or the block size changed after the first call.
-            ValueError: block size or interleave break a rule of ``PageGeometry``.
+            ValueError: block size or interleave break a rule of ``PageGeometry``, or the buffers
+                would hold less than one window of one request.
         """
         cache, parallel = self.vllm_config.cache_config, self.vllm_config.parallel_config
         first = not self.geometry.is_frozen
@@ -289,6 +343,9 @@ class CkvGather:
                 self.why_off,
             )
             return
+        geometry.check_window(
+            self.max_visible_tokens, max_model_len=self.vllm_config.model_config.max_model_len
+        )
         capacity = geometry.capacity(
             max_tokens=self.max_visible_tokens, max_num_seqs=self.max_num_seqs
         )
@@ -366,24 +423,28 @@ class CkvGather:
             dual_batch_overlap=self.vllm_config.parallel_config.use_ubatching,
         )
         rows, shares = common.num_actual_tokens, 1
-        if self.shard_selection and lengths is not None:
-            pools = lengths[:num_requests] // self.pool_size
-            pairs = int((query_lens[:num_requests].long() * pools).sum())
-            if shards_selection(rows, pairs // max(rows, 1), self.dcp_world_size, self.pool_topk):
+        spans: list[Span] = []
+        if self.enabled and lengths is not None and num_decode_tokens < facts.num_query_tokens:
+            lengths, query_lens = lengths[:num_requests].long(), query_lens[:num_requests].long()
+            spans = self.plan_spans(lengths.tolist(), query_lens.tolist(), rows)
+            pairs = int((query_lens * (lengths // self.pool_size)).sum())
+            if self.shard_selection and shards_selection(
+                rows, pairs // max(rows, 1), self.dcp_world_size, self.pool_topk
+            ):
                 shares = self.dcp_world_size
-        if self.byte_model is not None and lengths is not None:
-            facts = replace(
-                facts,
-                gathered_bytes=self.byte_model.gathered(
-                    lengths[:num_requests].tolist(), rows if shares > 1 else 0
-                ),
-                ordinary_bytes=self.byte_model.ordinary(facts.num_query_tokens),
-            )
+            if self.byte_model is not None:
+                shared_rows = [span.num_rows for span in spans if shares > 1]
+                facts = replace(
+                    facts,
+                    gathered_bytes=self.byte_model.gathered(lengths.tolist(), shared_rows),
+                    ordinary_bytes=self.byte_model.ordinary(facts.num_query_tokens),
+                )
         decision = decide(facts, self.limits)
+        num_windows = sum(span.num_windows for span in spans)
         if self.debug and self.dcp_world_size > 1:
             exchange.require_same(
-                "decision, query tokens, requests, visible tokens, rows and selection shares of a "
-                "batch",
+                "decision, query tokens, requests, visible tokens, rows, selection shares and "
+                "windows of a batch",
                 [
                     decision.gather,
                     facts.num_query_tokens,
@@ -391,21 +452,39 @@ class CkvGather:
                     facts.visible_tokens,
                     rows,
                     shares,
+                    num_windows,
                 ],
                 get_dcp_group().cpu_group,
             )
         if count:
-            self._count(facts, decision)
+            self._count(facts, decision, num_windows)
             if not capturing:
                 self.timer.begin_step(gathers=decision.gather)
         if not decision.gather:
             return None
         assert lengths is not None
-        return self.layout_batch(
-            lengths[:num_requests].to(torch.int64), common.seq_lens.device, shares
+        return self.layout_batch(lengths.tolist(), spans, common.seq_lens.device, shares)
+
+    def plan_spans(
+        self,
+        seq_lens: Sequence[int],
+        query_lens: Sequence[int],
+        num_rows: int,
+        capacity: int | None = None,
+    ) -> list[Span]:
+        """Cut a batch to fit the reserved rows, see :func:`.windows.plan_spans`.
+
+        capacity: visible tokens of a window; left out, what is reserved.
+        """
+        return plan_spans(
+            seq_lens,
+            query_lens,
+            capacity=self.max_visible_tokens if capacity is None else capacity,
+            granule=self.geometry.get().window_granule,
+            num_rows=num_rows,
         )
 
-    def _count(self, facts: BatchFacts, decision: Decision) -> None:
+    def _count(self, facts: BatchFacts, decision: Decision, num_windows: int) -> None:
         counters = self.counters
         if self.byte_model is not None:
             logger.debug(
@@ -421,6 +500,18 @@ class CkvGather:
         if decision.gather:
             if counters.gathered_batches == 0:
                 logger.info("first batch: %s", decision.message)
+            if num_windows > 1 and counters.gathered_windows == counters.gathered_batches:
+                logger.info(
+                    "first batch in windows: %d, because buffers are reserved for %d of its %d "
+                    "visible tokens; %s",
+                    num_windows,
+                    self.max_visible_tokens,
+                    facts.visible_tokens,
+                    f"VLLM_B12X_MLA_CKV_GATHER_MAX_TOKENS={facts.visible_tokens} would make it one"
+                    if facts.visible_tokens <= MAX_VISIBLE_TOKENS
+                    else f"at most {MAX_VISIBLE_TOKENS} can be reserved",
+                )
+            counters.gathered_windows += num_windows
             counters.gathered_batches += 1
             counters.gathered_query_tokens += facts.num_query_tokens
             counters.gathered_visible_tokens += facts.visible_tokens
@@ -454,51 +545,104 @@ class CkvGather:
         self.counters.dcp_bytes += candidate_bytes(rows, width, self.dcp_world_size)
 
     def layout_batch(
-        self, lengths: torch.Tensor, device: torch.device, selection_shares: int = 1
+        self,
+        seq_lens: Sequence[int],
+        spans: Sequence[Span],
+        device: torch.device,
+        selection_shares: int = 1,
     ) -> CkvBatchPlan:
-        """Lay out requests of ``lengths`` ((R,) int64, CPU) and stage the plan to ``device``.
+        """Lay out the windows of ``spans`` and stage the plan to ``device``.
+
+        seq_lens: visible tokens of each request.
 
         One transfer that the host does not wait for, into memory that :meth:`freeze_and_reserve`
         took; valid until the next batches, see :mod:`.staging`.
         """
-        geometry = self.geometry.get()
-        tokens = plan_layout(
-            lengths, dcp_world_size=self.dcp_world_size, interleave=geometry.interleave
-        )
-        pool_lens = lengths // self.pool_size
-        pools = plan_layout(
-            pool_lens, dcp_world_size=self.dcp_world_size, interleave=geometry.pool_interleave
-        )
-        page_starts, num_pages = plan_index_pages(pool_lens)
-        width = max(1, -(-int(pool_lens.max()) // POOLS_PER_INDEX_PAGE))
-        ring, tables = self._staging(device)
-        staged_tokens, staged_pools, starts = ring.stage(
-            (StagedLayout.numbers(tokens), StagedLayout.numbers(pools), page_starts)
-        )
+        pieces = [span.pieces(seq_lens) for span in spans]
+        layouts = self._layouts([lengths for windows in pieces for lengths, _ in windows], device)
+
+        def window(span: Span, lengths: tuple[int, ...], bounds: tuple[int, int] | None):
+            begin = bounds[0] if bounds else 0
+            # A window's first pool is complete with its last token.
+            pool = begin + self.pool_size - 1 if begin else 0
+            return CkvWindow(
+                layouts[lengths],
+                span.requests,
+                rows=span.rows_from(begin),
+                pool_rows=span.rows_from(pool),
+                bounds=bounds,
+            )
+
         return CkvBatchPlan(
-            tokens=tokens,
-            pools=pools,
-            staged_tokens=StagedLayout.over(staged_tokens, tokens),
-            staged_pools=StagedLayout.over(staged_pools, pools),
-            num_index_pages=num_pages,
-            page_starts=starts,
-            page_table=tables.fill(starts, width, num_pages),
-            selection_shares=selection_shares,
+            tuple(
+                CkvSpan(span.rows, tuple(window(span, *piece) for piece in windows))
+                for span, windows in zip(spans, pieces, strict=True)
+            ),
+            selection_shares,
         )
+
+    def _layouts(
+        self, pieces: Sequence[tuple[int, ...]], device: torch.device
+    ) -> dict[tuple[int, ...], CkvLayout]:
+        """Lay out requests of the lengths of every piece; alike ones, most windows, only once."""
+        geometry, world = self.geometry.get(), self.dcp_world_size
+        planned = []
+        for piece in dict.fromkeys(pieces):
+            lengths = torch.tensor(piece, dtype=torch.int64)
+            pool_lens = lengths // self.pool_size
+            planned.append(
+                (
+                    piece,
+                    plan_layout(lengths, dcp_world_size=world, interleave=geometry.interleave),
+                    plan_layout(
+                        pool_lens, dcp_world_size=world, interleave=geometry.pool_interleave
+                    ),
+                    *plan_index_pages(pool_lens),
+                )
+            )
+        ring, tables = self._staging(device)
+        staged = iter(
+            ring.stage(
+                [
+                    numbers
+                    for _, tokens, pools, page_starts, _ in planned
+                    for numbers in (
+                        StagedLayout.numbers(tokens),
+                        StagedLayout.numbers(pools),
+                        page_starts,
+                    )
+                ]
+            )
+        )
+        layouts, first_row = {}, 0
+        for piece, tokens, pools, _, num_pages in planned:
+            staged_tokens, staged_pools, starts = next(staged), next(staged), next(staged)
+            width = max(1, -(-int(pools.seq_lens.max()) // POOLS_PER_INDEX_PAGE))
+            layouts[piece] = CkvLayout(
+                tokens,
+                pools,
+                StagedLayout.over(staged_tokens, tokens),
+                StagedLayout.over(staged_pools, pools),
+                num_pages,
+                starts,
+                tables.fill(starts, width, num_pages, first_row),
+            )
+            first_row += len(piece)
+        return layouts
 
     def _staging(self, device: torch.device) -> tuple[StagingRing, PageTables]:
         if self._staged is None:
-            numbers = numbers_per_batch(self.limits.max_num_seqs, self.dcp_world_size)
+            numbers = numbers_per_batch(self.max_num_seqs, self.dcp_world_size)
             self._staged = (
                 StagingRing(device, numbers),
-                PageTables(device, self.limits.max_num_seqs, self.max_pages),
+                PageTables(device, self.max_num_seqs, self.max_pages),
             )
         return self._staged
 
     @property
     def max_pages(self) -> int:
-        """Planar index pages of the longest request that a gather holds."""
-        return max_index_pages(self.limits.max_visible_tokens, self.pool_size)
+        """Planar index pages of the longest request that a window holds."""
+        return max_index_pages(self.max_visible_tokens, self.pool_size)
 
     def select_pools(
         self,
@@ -521,21 +665,63 @@ class CkvGather:
             pool ids (T, K) int32, the same on every rank. Valid until the next user of vLLM's
             workspace.
         """
+        given = (kernels, index_cache, block_table, q_fp8, weights, req_id, pool_counts, topk)
+        if len(plan.spans) == 1:
+            pool_ids = self._select_span(plan.spans[0], plan.selection_shares, *given)
+        else:
+            pool_ids = torch.empty((q_fp8.shape[0], topk), dtype=torch.int32, device=q_fp8.device)
+            for span in plan.spans:
+                pool_ids[span.rows] = self._select_span(span, plan.selection_shares, *given)
+        if self.debug:
+            debug.check_selection(pool_ids, req_id, pool_counts)
+        return pool_ids
+
+    def _select_span(
+        self,
+        span: CkvSpan,
+        selection_shares: int,
+        kernels: SparseMLAKernels,
+        index_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        q_fp8: torch.Tensor,
+        weights: torch.Tensor,
+        req_id: torch.Tensor,
+        pool_counts: torch.Tensor,
+        topk: int,
+    ) -> torch.Tensor:
+        """Pool ids of the span's rows; shares of them are exchanged once all windows are seen."""
         group = get_dcp_group()
-        shares = RowShares(q_fp8.shape[0], plan.selection_shares)
-        pages, page_table, selection = self.gather_index_keys(
-            plan, kernels, index_cache, block_table, shares.exchanged_rows
-        )
+        first, last = span.rows.start, span.rows.stop
+        shares = RowShares(last - first, selection_shares)
         own = shares.rows_of(group.rank_in_group)
-        pool_ids, _ = kernels.select_pools(
-            q_fp8[own],
-            weights[own],
-            pages,
-            page_table,
-            req_id[own],
-            pool_counts[own],
-            topk,
-        )
+        first, last = first + own.start, first + own.stop
+        best: Candidates | None = None
+        for window in span.windows:
+            pages, page_table, selection = self.gather_index_keys(
+                window, kernels, index_cache, block_table, shares.exchanged_rows
+            )
+            rows = slice(min(max(window.pool_rows.start, first), last), last)
+            if best is not None and rows.start == last:
+                continue
+            first_pool = window.begin // self.pool_size
+            seen = pool_counts[rows]
+            if window.bounds is not None:
+                seen = (seen - first_pool).clamp(0, window.layout.pools.visible)
+            found = kernels.select_pools(
+                q_fp8[rows],
+                weights[rows],
+                pages,
+                page_table,
+                window.numbered(req_id[rows]),
+                seen,
+                topk,
+            )
+            if best is None:
+                best = found
+            else:
+                merge_candidates(kernels, best, rows.start - first, found, first_pool)
+        assert best is not None
+        pool_ids = best[0]
         if shares.exchanged_rows:
             with self.timer.exchange("selection"):
                 exchange.gather_selection(
@@ -543,20 +729,19 @@ class CkvGather:
                 )
             pool_ids = selection[: shares.num_rows]
             self.counters.ckv_bytes += selection_bytes(shares.num_rows, topk, self.dcp_world_size)
-        if self.debug:
-            debug.check_selection(pool_ids, req_id, pool_counts)
         return pool_ids
 
     def gather_index_keys(
         self,
-        plan: CkvBatchPlan,
+        window: CkvWindow,
         kernels: SparseMLAKernels,
         index_cache: torch.Tensor,
         block_table: torch.Tensor,
         selection_rows: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Exchange the batch's index keys.
+        """Exchange the index keys of a window.
 
+        block_table: (R, B) int32, of all requests of the batch.
         selection_rows: ``layout.RowShares.exchanged_rows``.
 
         Returns:
@@ -566,13 +751,16 @@ class CkvGather:
         """
         assert self.workspace is not None
         group = get_dcp_group()
-        buffers = self.workspace.borrow_index(plan.pools, plan.num_index_pages, selection_rows)
+        layout = window.layout
+        buffers = self.workspace.borrow_index(layout.pools, layout.num_index_pages, selection_rows)
+        index_pages = self.geometry.get().pools_per_page // POOLS_PER_INDEX_PAGE
+        table = self._table_of(window, block_table, index_pages)
         if self.debug:
             debug.poison((buffers.records, buffers.pages, buffers.selection))
             debug.check_pages(
                 "index keys",
-                block_table,
-                plan.staged_pools.local_lens[group.rank_in_group],
+                table,
+                layout.staged_pools.local_lens[group.rank_in_group],
                 POOLS_PER_INDEX_PAGE,
                 index_cache.shape[0],
             )
@@ -580,24 +768,35 @@ class CkvGather:
             exchange.gather_pools(
                 kernels,
                 index_cache,
-                block_table[: plan.pools.num_requests],
-                plan.staged_pools,
+                table,
+                layout.staged_pools,
                 buffers.records,
                 buffers.pages,
-                plan.page_starts,
+                layout.page_starts,
                 exchange.communicator_of(group),
                 group.rank_in_group,
                 interleave=self.pool_ownership.interleave,
             )
         self.counters.ckv_bytes += (
-            (self.dcp_world_size - 1) * plan.pools.padded * INDEX_RECORD_BYTES
+            (self.dcp_world_size - 1) * layout.pools.padded * INDEX_RECORD_BYTES
         )
         # A size of -1 would be ambiguous for prompts below one pool, which have no page at all.
         num_pages = buffers.pages.shape[0]
         pages = buffers.pages.view(num_pages, POOLS_PER_INDEX_PAGE, INDEX_RECORD_BYTES)
-        return pages, plan.page_table, buffers.selection
+        return pages, layout.page_table, buffers.selection
 
-    def gather_latents(
+    def _table_of(
+        self, window: CkvWindow, block_table: torch.Tensor, per_page: int
+    ) -> torch.Tensor:
+        """The part of a batch's ``block_table`` (R, B) that a window reads.
+
+        per_page: entries for every page of this rank; a window begins with a page on every rank.
+        """
+        return block_table[
+            window.requests, window.begin // self.geometry.get().window_granule * per_page :
+        ]
+
+    def attend(
         self,
         plan: CkvBatchPlan,
         kernels: SparseMLAKernels,
@@ -605,24 +804,64 @@ class CkvGather:
         block_table: torch.Tensor,
         token_ids: torch.Tensor,
         req_id: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Exchange the batch's latent records and remap the selection onto them.
+        query: torch.Tensor,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of this rank's heads to the records of all ranks.
+
+        token_ids: (T, W) int32, the selection. req_id: (T,) int32. query: (T, H, 512) bf16.
 
         Returns:
-            records (N * padded, record_bytes) uint8, rows (T, W) int32, counts (T,) int32, and
-            the scratch that ``kernels`` asked for. Records and scratch are valid until the next
-            user of vLLM's workspace.
+            Output (T, H, 512) bf16 and natural log-sum-exp (T, H) float32, see
+            ``SparseMLAKernels.attend``.
+        """
+
+        def attended(window: CkvWindow, first_row: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+            records, rows, counts, scratch = self.gather_latents(
+                window, kernels, cache, block_table, token_ids, req_id
+            )
+            out, lse = kernels.attend(query[window.rows], records, rows, counts, scale, scratch)
+            return window.rows.start - first_row, out, lse
+
+        results = [
+            merge_attention(attended(window, span.rows.start) for window in span.windows)
+            for span in plan.spans
+        ]
+        if len(results) == 1:
+            return results[0]
+        outputs, sums = zip(*results, strict=True)
+        return torch.cat(outputs), torch.cat(sums)
+
+    def gather_latents(
+        self,
+        window: CkvWindow,
+        kernels: SparseMLAKernels,
+        cache: torch.Tensor,
+        block_table: torch.Tensor,
+        token_ids: torch.Tensor,
+        req_id: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Exchange the latent records of a window and remap the selection onto them.
+
+        block_table: (R, B) int32, of all requests of the batch. token_ids, req_id: of all rows.
+
+        Returns:
+            records (N * padded, record_bytes) uint8; for the window's rows the gathered rows
+            (T, W) int32 and their counts (T,) int32; and the scratch that ``kernels`` asked for.
+            Records and scratch are valid until the next user of vLLM's workspace.
         """
         assert self.workspace is not None
         group = get_dcp_group()
-        buffers = self.workspace.borrow_latents(plan.tokens)
+        layout = window.layout
+        buffers = self.workspace.borrow_latents(layout.tokens)
         records = buffers.records
+        table = self._table_of(window, block_table, 1)
         if self.debug:
             debug.poison((records,))
             debug.check_pages(
                 "latent records",
-                block_table,
-                plan.staged_tokens.local_lens[group.rank_in_group],
+                table,
+                layout.staged_tokens.local_lens[group.rank_in_group],
                 cache.shape[1],
                 cache.shape[0],
             )
@@ -630,23 +869,27 @@ class CkvGather:
             exchange.gather_latents(
                 kernels,
                 cache,
-                block_table[: plan.tokens.num_requests],
-                plan.staged_tokens,
+                table,
+                layout.staged_tokens,
                 records,
                 exchange.communicator_of(group),
                 group.rank_in_group,
             )
-        self.counters.ckv_bytes += (self.dcp_world_size - 1) * plan.tokens.padded * cache.shape[-1]
+        self.counters.ckv_bytes += (
+            (self.dcp_world_size - 1) * layout.tokens.padded * cache.shape[-1]
+        )
+        token_ids, req_id = token_ids[window.rows], window.numbered(req_id[window.rows])
         # History, then tail, then -1: the valid entries are a prefix of every row.
         counts = torch.empty_like(req_id)
         rows = kernels.remap(
             token_ids,
             req_id,
-            plan.staged_tokens.starts,
-            plan.tokens.padded,
+            layout.staged_tokens.starts,
+            layout.tokens.padded,
             self.dcp_world_size,
             self.geometry.get().interleave,
             counts=counts,
+            window=window.bounds,
         )
         if self.debug:
             debug.check_below("gathered rows", rows, records.shape[0])

@@ -15,15 +15,24 @@ SLOTS = 4
 """Batches whose numbers exist at the same time. vLLM prepares at most two steps ahead."""
 
 
+def table_rows(max_num_seqs: int) -> int:
+    """Requests that one batch lays out.
+
+    A request in windows counts once, with what its last window holds; all other windows of a batch
+    hold equally much, and are laid out once.
+    """
+    return max_num_seqs + 1
+
+
 def numbers_per_batch(max_num_seqs: int, dcp_world_size: int) -> int:
     """Numbers that one batch stages: two layouts of 2N + 1 and a first page for each request."""
-    return max_num_seqs * (2 * (2 * dcp_world_size + 1) + 1)
+    return table_rows(max_num_seqs) * (2 * (2 * dcp_world_size + 1) + 1)
 
 
 def device_bytes(max_num_seqs: int, dcp_world_size: int, max_pages: int) -> int:
     """Device memory of a :class:`StagingRing` and :class:`PageTables` for these limits."""
     numbers = SLOTS * numbers_per_batch(max_num_seqs, dcp_world_size)
-    return 4 * (numbers + max_pages + max_num_seqs * max_pages)
+    return 4 * (numbers + max_pages + table_rows(max_num_seqs) * max_pages)
 
 
 class StagingRing:
@@ -87,24 +96,30 @@ class StagingRing:
 class PageTables:
     """Tables of consecutive planar pages, computed on the device into memory of their own.
 
-    device: where the tables lie. max_num_seqs, max_pages: rows, and columns of the widest table.
+    device: where the tables lie. max_num_seqs: see :func:`table_rows`. max_pages: columns of the
+        widest table.
     """
 
     def __init__(self, device: torch.device | str, max_num_seqs: int, max_pages: int) -> None:
         self._columns = torch.arange(max_pages, dtype=torch.int32, device=device)
-        self._table = torch.empty(max_num_seqs * max_pages, dtype=torch.int32, device=device)
+        rows = table_rows(max_num_seqs)
+        self._table = torch.empty(rows * max_pages, dtype=torch.int32, device=device)
 
-    def fill(self, starts: torch.Tensor, width: int, num_pages: int) -> torch.Tensor:
-        """The pages of every request, valid until the next call.
+    def fill(
+        self, starts: torch.Tensor, width: int, num_pages: int, first_row: int = 0
+    ) -> torch.Tensor:
+        """The pages of every request, valid until the next call that uses the same rows.
 
         starts: (R,) int32 on the device. First page of each request.
         width: columns W, the most pages of a request. num_pages: pages of all requests.
+        first_row: rows that other tables of the batch take.
 
         Returns:
             (R, W) int32, ``starts[r] + column``. Columns past a request's pages name some other
             valid page; the number of pools keeps them from being read.
         """
         rows = starts.shape[0]
-        table = self._table[: rows * width].view(rows, width)
+        begin = first_row * self._columns.numel()
+        table = self._table[begin : begin + rows * width].view(rows, width)
         torch.add(starts[:, None], self._columns[:width], out=table)
         return table.clamp_(max=max(num_pages - 1, 0))

@@ -252,18 +252,24 @@ def _all_gathered_once(
     cache: torch.Tensor,
     index_cache: torch.Tensor,
 ) -> None:
-    most = gather.limits.max_visible_tokens
-    visible = most if batch.device.type == "cuda" else min(most, 4096)
+    most, granule = gather.max_visible_tokens, gather.geometry.get().window_granule
+    visible = most if batch.device.type == "cuda" else min(most, max(4096, granule))
     # One token leaves every rank but the first without a record, and all without a pool; a pool
     # on the first rank alone comes next.
+    batches = [[length] for length in dict.fromkeys((1, min(gather.pool_size, visible), visible))]
+    # The largest batch in windows: of one request, all of whose rows see at least two, or, if none
+    # can be that long, of several requests.
+    window = visible // granule * granule
+    batches.append([max(visible + 1, window + batch.num_tokens)] if window else [visible, visible])
     received = gather.counters.ckv_bytes
-    for length in dict.fromkeys((1, min(gather.pool_size, visible), visible)):
-        _gathered_once(gather, kernels, batch, cache, index_cache, length)
+    for lengths in batches:
+        _gathered_once(gather, kernels, batch, cache, index_cache, lengths, visible)
     if gather.shard_selection:
         # One row leaves every rank but the first without a row to select for.
         for rows in dict.fromkeys((1, batch.num_tokens)):
             few = replace(batch, num_tokens=rows)
-            _gathered_once(gather, kernels, few, cache, index_cache, visible, gather.dcp_world_size)
+            shares = gather.dcp_world_size
+            _gathered_once(gather, kernels, few, cache, index_cache, [visible], visible, shares)
     gather.counters.ckv_bytes = received
 
 
@@ -314,7 +320,7 @@ def _ordinary_once(
         *_index_queries(batch), index_cache, table, batch.zeros(), batch.zeros(), shapes.pool_topk
     )
     if gather.dcp_world_size > 1:
-        pool_ids = kernels.merge_pool_candidates(
+        pool_ids, _ = kernels.merge_pool_candidates(
             *exchange.all_gather_candidates(scores, pool_ids), shapes.pool_topk
         )
     kernels.expand_pools(pool_ids, batch.nothing(dtype=torch.int64), gather.pool_size, shapes.width)
@@ -344,14 +350,19 @@ def _gathered_once(
     batch: _Batch,
     cache: torch.Tensor,
     index_cache: torch.Tensor,
-    length: int,
+    lengths: Sequence[int],
+    capacity: int,
     selection_shares: int = 1,
 ) -> None:
-    lengths = torch.tensor([length], dtype=torch.int64)
-    plan = gather.layout_batch(lengths, batch.device, selection_shares)
-    # Every page of the request is page 0: what is packed does not matter, only how much.
+    # The last request has as many rows as it can, the others have one each.
+    others = len(lengths) - 1
+    queries = [1] * others + [batch.num_tokens - others]
+    spans = gather.plan_spans(lengths, queries, batch.num_tokens, capacity)
+    plan = gather.layout_batch(lengths, spans, batch.device, selection_shares)
+    # Every page of a request is page 0: what is packed does not matter, only how much.
+    records = max(lengths) // gather.dcp_world_size + gather.geometry.get().interleave
     table = torch.zeros(
-        (1, -(-plan.tokens.padded // POOLS_PER_INDEX_PAGE) + 1),
+        (len(lengths), records // POOLS_PER_INDEX_PAGE + 1),
         dtype=torch.int32,
         device=batch.device,
     )
@@ -365,11 +376,16 @@ def _gathered_once(
         batch.zeros(),
         batch.shapes.pool_topk,
     )
-    records, rows, counts, scratch = gather.gather_latents(
-        plan, kernels, cache, table, batch.nothing(batch.shapes.width), batch.zeros()
+    gather.attend(
+        plan,
+        kernels,
+        cache,
+        table,
+        batch.nothing(batch.shapes.width),
+        batch.zeros(),
+        batch.zeros(batch.shapes.local_heads, LATENT_DIM, dtype=torch.bfloat16),
+        batch.shapes.scale,
     )
-    query = batch.zeros(batch.shapes.local_heads, LATENT_DIM, dtype=torch.bfloat16)
-    kernels.attend(query, records, rows, counts, batch.shapes.scale, scratch)
 
 
 def lock_after_warm_up(worker: Any) -> bool:

@@ -167,7 +167,7 @@ class WorkspacePlan:
         if num_pages > self.index_pages[0]:
             raise ValueError(
                 f"the batch needs {num_pages} index pages, {self.index_pages[0]} are reserved; "
-                "take the ordinary path"
+                "cut the batch into windows"
             )
         if selection_rows > self.selection[0]:
             raise ValueError(
@@ -186,8 +186,8 @@ class WorkspacePlan:
         rows = layout.dcp_world_size * layout.padded
         if rows > reserved:
             raise ValueError(
-                f"the batch needs {rows} gathered {what} rows, {reserved} are reserved; take the "
-                "ordinary path"
+                f"the batch needs {rows} gathered {what} rows, {reserved} are reserved; cut "
+                "the batch into windows"
             )
         return rows
 

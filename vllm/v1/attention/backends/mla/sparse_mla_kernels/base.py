@@ -259,8 +259,8 @@ class SparseMLAKernels(Protocol):
 
     def merge_pool_candidates(
         self, scores: torch.Tensor, global_ids: torch.Tensor, topk: int
-    ) -> torch.Tensor:
-        """Merge the candidates of all ranks (ordinary DCP).
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Merge the candidates of all ranks (ordinary DCP), or of two windows of a context.
 
         Args:
             scores: [T, C], fp32. Ignored where the id is negative.
@@ -268,9 +268,10 @@ class SparseMLAKernels(Protocol):
             topk: pools to keep.
 
         Returns:
-            [T, topk], int32: the pools :meth:`select_pools` would give over all pools, and in its
-            order, except where all visible pools lie on one rank and are more than ``topk``: then
-            only ``topk`` candidates arrive, and they come in ascending order.
+            pool_ids: [T, topk], int32. The pools :meth:`select_pools` would give over all pools,
+                and in its order, except where all visible pools lie on one rank and are more than
+                ``topk``: then only ``topk`` candidates arrive, and they come in ascending order.
+            scores: [T, topk], fp32. Score of each id, -inf where the id is -1.
         """
         ...
 
@@ -302,11 +303,15 @@ class SparseMLAKernels(Protocol):
         interleave: int,
         out: torch.Tensor | None = None,
         counts: torch.Tensor | None = None,
+        window: tuple[int, int] | None = None,
     ) -> torch.Tensor:
         """Token ids of each request -> rows of the gathered rank-major buffer. Order is kept.
 
         Token t lies on rank ``(t // I) % N`` at local index ``t // (I * N) * I + t % I``; its
         row is ``rank * padded + starts[rank, request] + local index``.
+
+        Of a window only the tokens from its first to its last lie in the buffer, and count from 0
+        there. What is left of a row is moved to its beginning.
 
         Args:
             token_ids: [T, W], int32.
@@ -318,6 +323,8 @@ class SparseMLAKernels(Protocol):
             out: [T, W], int32, or None to allocate it. May be ``token_ids`` itself.
             counts: [T], int32, or None. Receives the number of valid entries of each row, which
                 is where the row ends if they come first in it.
+            window: (begin, end), tokens; begin is a multiple of N * I. None: the buffer holds whole
+                requests, and invalid ids stay where they are.
 
         Returns:
             ``out``.

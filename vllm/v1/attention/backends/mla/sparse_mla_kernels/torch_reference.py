@@ -382,10 +382,13 @@ class TorchReferenceKernels:
         unknown = torch.iinfo(torch.int64).max
         ids, order = torch.where(ids < 0, unknown, ids).sort(dim=1, stable=True)
         ids = torch.where(ids == unknown, -1, ids)
-        best, _ = _best(scores.gather(1, order), ids, topk)
-        out = torch.full((ids.shape[0], topk), -1, dtype=torch.int32, device=ids.device)
+        best, best_scores = _best(scores.gather(1, order), ids, topk)
+        shape = (ids.shape[0], topk)
+        out = torch.full(shape, -1, dtype=torch.int32, device=ids.device)
+        out_scores = torch.full(shape, -math.inf, dtype=torch.float32, device=ids.device)
         out[:, : best.shape[1]] = best.int()
-        return out
+        out_scores[:, : best.shape[1]] = best_scores
+        return out, out_scores
 
     def expand_pools(self, pool_ids, positions, pool_size, width):
         """See :meth:`SparseMLAKernels.expand_pools`."""
@@ -410,11 +413,24 @@ class TorchReferenceKernels:
         return out
 
     def remap(
-        self, token_ids, req_id, starts, padded, dcp_world_size, interleave, out=None, counts=None
+        self,
+        token_ids,
+        req_id,
+        starts,
+        padded,
+        dcp_world_size,
+        interleave,
+        out=None,
+        counts=None,
+        window=None,
     ) -> torch.Tensor:
         """See :meth:`SparseMLAKernels.remap`."""
         if starts.shape[0] != dcp_world_size:
             raise ValueError(f"starts has {starts.shape[0]} ranks, dcp_world_size={dcp_world_size}")
+        if window is not None:
+            begin, end = window
+            inside = (token_ids >= begin) & (token_ids < end)
+            token_ids, _ = _compact(torch.where(inside, token_ids - begin, -1))
         rows = gathered_rows(
             token_ids,
             req_id,

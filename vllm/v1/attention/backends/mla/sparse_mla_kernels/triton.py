@@ -813,7 +813,7 @@ def _order_kernel(
     """Put TOPK candidates of a row in the order of the contract.
 
     A row that saw at most TOPK pools is in ascending ids, any other in descending scores. Results
-    of a selection, unlike merged ones, come in ascending ids, and have scores to keep.
+    of a selection, unlike merged ones, come in ascending ids.
     """
     row = tl.program_id(0)
     place = tl.arange(0, SLOTS)
@@ -824,18 +824,21 @@ def _order_kernel(
     target = (row0 + row).to(tl.int64) * TOPK + place
     if MERGED | (seen > TOPK):
         # Distinct keys, since ids are; those of no pool are below all others.
-        key = _sortable(score).to(tl.int64) << 32
+        value, order = _sortable(score).to(tl.int64), (0x7FFFFFFF - index).to(tl.int64)
+        key = (value << 32) | order
         if MERGED:
-            key = tl.where(seen > TOPK, key, 0)
-        key = key | (0x7FFFFFFF - index).to(tl.int64)
+            key = tl.where(seen > TOPK, key, (order << 32) | (value & 0xFFFFFFFF))
         key = tl.where(index >= 0, key, -0x7FFFFFFFFFFFFFFF)
         key = tl.sort(key, descending=True)
         valid = key != -0x7FFFFFFFFFFFFFFF
-        index = tl.where(valid, 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32), -1)
-        score = tl.where(valid, _unsortable((key >> 32).to(tl.int32)), float("-inf"))
+        value, order = (key >> 32).to(tl.int32), (key & 0x7FFFFFFF).to(tl.int32)
+        if MERGED:
+            low = (key & 0xFFFFFFFF).to(tl.int32)
+            value, order = tl.where(seen > TOPK, value, low), tl.where(seen > TOPK, order, value)
+        index = tl.where(valid, 0x7FFFFFFF - order, -1)
+        score = tl.where(valid, _unsortable(value), float("-inf"))
     tl.store(out_ids + target, index, mask=place < TOPK)
-    if not MERGED:
-        tl.store(out_scores + target, score, mask=place < TOPK)
+    tl.store(out_scores + target, score, mask=place < TOPK)
 
 
 # Rows
@@ -881,7 +884,15 @@ def _expand_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["width", "id_stride", "out_stride", "starts_stride", "padded"],
+    do_not_specialize=[
+        "width",
+        "id_stride",
+        "out_stride",
+        "starts_stride",
+        "padded",
+        "first",
+        "end",
+    ],
     do_not_specialize_on_alignment=["req_id", "starts", "counts", "token_ids", "out"],
 )
 def _remap_kernel(
@@ -895,19 +906,27 @@ def _remap_kernel(
     out_stride,
     counts,
     width,
+    first,
+    end,
     WORLD: tl.constexpr,
     INTERLEAVE: tl.constexpr,
     COUNT: tl.constexpr,
+    WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """WINDOW: tokens count from ``first``, and the row of those before ``end`` has no holes."""
     row = tl.program_id(0).to(tl.int64)
     request = tl.load(req_id + row)
     known = request >= 0
     total = tl.zeros([BLOCK], tl.int32)
+    kept = 0
     for base in range(0, width, BLOCK):
         column = base + tl.arange(0, BLOCK)
         token = tl.load(token_ids + row * id_stride + column, mask=column < width, other=-1)
         valid = (token >= 0) & known
+        if WINDOW:
+            valid = valid & (token >= first) & (token < end)
+            token = token - first
         token = tl.where(valid, token, 0)
         rank = token // INTERLEAVE % WORLD
         local = token // (INTERLEAVE * WORLD) * INTERLEAVE + token % INTERLEAVE
@@ -920,8 +939,19 @@ def _remap_kernel(
         else:
             begin = tl.load(starts + rank * starts_stride + request, mask=valid, other=0)
         found = tl.where(valid, rank * padded + begin + local, -1)
-        tl.store(out + row * out_stride + column, found, mask=column < width)
+        if WINDOW:
+            order = kept + tl.cumsum(valid.to(tl.int32), axis=0) - 1
+            kept += tl.sum(valid.to(tl.int32), axis=0)
+            tl.store(out + row * out_stride + order, found, mask=valid)
+        else:
+            tl.store(out + row * out_stride + column, found, mask=column < width)
         total += valid.to(tl.int32)
+    if WINDOW:
+        for base in range(0, width, BLOCK):
+            column = base + tl.arange(0, BLOCK)
+            nothing = tl.full([BLOCK], -1, tl.int32)
+            rest = (column >= kept) & (column < width)
+            tl.store(out + row * out_stride + column, nothing, mask=rest)
     if COUNT:
         tl.store(counts + row, tl.sum(total, axis=0))
 
@@ -1745,6 +1775,7 @@ class TritonKernels:
         rows, columns = scores.shape
         device = scores.device
         out = torch.empty((rows, topk), dtype=torch.int32, device=device)
+        out_scores = torch.empty((rows, topk), dtype=torch.float32, device=device)
         slots = triton.next_power_of_2(topk)
         best_scores = torch.empty((rows, slots), dtype=torch.float32, device=device)
         best_ids = torch.empty((rows, slots), dtype=torch.int32, device=device)
@@ -1772,14 +1803,14 @@ class TritonKernels:
                 slots,
                 counts,
                 0,
-                best_scores,
+                out_scores,
                 out,
                 TOPK=topk,
                 SLOTS=slots,
                 MERGED=True,
                 num_warps=_ORDER_WARPS,
             )
-        return out
+        return out, out_scores
 
     def expand_pools(self, pool_ids, positions, pool_size, width):
         """See :meth:`SparseMLAKernels.expand_pools`."""
@@ -1818,6 +1849,7 @@ class TritonKernels:
         interleave,
         out=None,
         counts=None,
+        window=None,
     ) -> torch.Tensor:
         """See :meth:`SparseMLAKernels.remap`."""
         if starts.shape[0] != dcp_world_size:
@@ -1830,6 +1862,7 @@ class TritonKernels:
                 f"out is {tuple(out.shape)} of {out.dtype}, need {tuple(token_ids.shape)} of int32"
             )
         rows, width = token_ids.shape
+        first, end = (0, 0) if window is None else window
         if rows and not starts.shape[1]:
             out.fill_(-1)
             if counts is not None:
@@ -1846,9 +1879,12 @@ class TritonKernels:
                 out.stride(0),
                 out if counts is None else counts,
                 width,
+                first,
+                end,
                 WORLD=dcp_world_size,
                 INTERLEAVE=interleave,
                 COUNT=counts is not None,
+                WINDOW=window is not None,
                 BLOCK=_row_block(width),
                 num_warps=_ROW_WARPS,
             )
@@ -2119,15 +2155,15 @@ class TritonKernels:
                 topk,
             )
 
-        def merged() -> None:
-            scores = torch.zeros(1, world * topk, device=device)
-            self.merge_pool_candidates(scores, ints(1, world * topk, fill=-1), topk)
+        def merged(sources: int) -> None:
+            scores = torch.zeros(1, sources * topk, device=device)
+            self.merge_pool_candidates(scores, ints(1, sources * topk, fill=-1), topk)
 
         def token_rows() -> None:
             self.expand_pools(ints(1, topk), long(1), pool_size, width)
             ids = ints(1, width)
-            for counts in (None, one):
-                self.remap(ids, zero, ints(world, 1), 1, world, interleave, counts=counts)
+            for window in (None, (0, 1)):
+                self.remap(ids, zero, ints(world, 1), 1, world, interleave, None, one, window)
             self.filter_local(ids, zero, table, 1, 1, 0, world, interleave)
 
         def attention(rows: int, heads: int, scratch: Scratch = ()) -> None:
@@ -2154,7 +2190,8 @@ class TritonKernels:
             octets(_DEEPGEMM_BYTES)
             tasks.append(partial(selection, _DEEPGEMM_ROWS, 1))
         if world > 1:
-            tasks.append(merged)
+            # Candidates of all ranks, and of two windows of a context.
+            tasks += [partial(merged, sources) for sources in {2, world}]
         for heads in head_counts:
             # Rows enough for every split count from many to none.
             tasks += [partial(attention, rows, heads) for rows in (1, 512)]
