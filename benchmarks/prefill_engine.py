@@ -82,6 +82,8 @@ def make_job(model: Path, mode: str, arguments: argparse.Namespace, longest: int
         engine["cp_kv_cache_interleave_size"] = arguments.interleave
     engine |= arguments.engine
     environment = {"VLLM_B12X_MLA_CKV_GATHER": "1" if mode == "ours_ckv" else "0"}
+    if mode == "ours_ckv":
+        environment |= arguments.environment
     return EngineJob(f"{model.name} {mode}", engine, environment, [], max_tokens=1)
 
 
@@ -162,6 +164,9 @@ def add_engine_options(
     parser.add_argument("--eager", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument(
         "--engine", type=json_object, default={}, help="JSON: further arguments of vllm.LLM"
+    )
+    parser.add_argument(
+        "--environment", type=json_object, default={}, help="JSON: further variables of ours_ckv"
     )
     parser.add_argument("--cpu", action="store_true", help="the reference platform")
     parser.add_argument("--out", type=Path, help="write the rows here as JSON, after every engine")
