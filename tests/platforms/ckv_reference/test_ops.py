@@ -25,6 +25,8 @@ COMPARISONS = [
     "conv_update",
     "recurrent_kda",
     "gather_states",
+    "qk_norm",
+    "zero_blocks",
 ]
 
 
@@ -289,6 +291,47 @@ def gather_states():
     assert torch.equal(got[0], state[3]) and (got[1] == 0).all()
     kda.scatter_states(state, got, torch.tensor([0, 3], dtype=torch.int32))
     assert torch.equal(state[0], got[0]) and (state[3] == 0).all()
+
+
+def qk_norm():
+    import torch
+
+    ops, _ = _stock_and_ours()
+    import vllm.models.common.ops.fused_qk_rmsnorm as stock
+
+    torch.manual_seed(0)
+    # Columns of one projection, so rows are further apart than they are long.
+    both = (torch.randn(7, 176) * torch.logspace(-3, 2, 7)[:, None]).to(torch.bfloat16)
+    q, kv = both.split((96, 80), 1)
+    weights = torch.randn(96).to(torch.bfloat16), torch.randn(80).to(torch.bfloat16)
+    want = stock.fused_q_kv_rmsnorm(q, kv, *weights, 1e-5)
+    got = [torch.full_like(x, float("nan")) for x in want]
+    ops.fused_q_kv_rmsnorm(q, kv, *got, *weights, 1e-5)
+    for one, other in zip(got, want, strict=True):
+        # Sums in another order: one step of bf16 at most, and rarely.
+        torch.testing.assert_close(one, other, atol=0, rtol=2**-7)
+        assert (one != other).float().mean() < 0.01
+
+
+def zero_blocks():
+    import torch
+
+    ops, _ = _stock_and_ours()
+    from vllm.v1.worker import utils as stock
+
+    results = []
+    for kernel in (stock._zero_kv_blocks_kernel, ops.AnyGrid(ops.zero_kv_blocks)):
+        caches = [torch.full((6, size), 7, dtype=torch.int32) for size in (40, 24)]
+        kernel[3, 2, 3](
+            torch.tensor([cache.data_ptr() for cache in caches], dtype=torch.uint64),
+            torch.tensor([40, 24]),
+            torch.tensor([33, 16]),
+            torch.tensor([4, 0, 5]),
+            BLOCK_SIZE=16,
+        )
+        results.append(caches)
+    for want, got in zip(*results, strict=True):
+        assert torch.equal(got, want) and (got == 0).any()
 
 
 @pytest.mark.parametrize("name", COMPARISONS)

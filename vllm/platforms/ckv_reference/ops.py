@@ -6,6 +6,7 @@ changes anything outside this package. Stand-ins for Triton kernels replace the 
 so that every caller of the function around it is covered.
 """
 
+import ctypes
 import importlib
 from typing import Any
 
@@ -407,6 +408,38 @@ def fwht128_quant_fp8(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
 
+def fused_q_kv_rmsnorm(q, kv, q_out, kv_out, q_weight, kv_weight, eps) -> None:
+    """RMSNorm of the rows of q and of kv, in float32: (T, D) each, weights (D,)."""
+    for x, out, weight in ((q, q_out, q_weight), (kv, kv_out, kv_weight)):
+        row = x.float()
+        scale = torch.rsqrt(row.square().mean(-1, keepdim=True) + eps)
+        out.copy_(row * scale * weight.float())
+
+
+def zero_kv_blocks(addresses, block_strides, page_sizes, block_ids, *, BLOCK_SIZE) -> None:
+    """Zero blocks of the KV cache: in each of S segments, a page at every block's place.
+
+    addresses: (S,) uint64, bytes. block_strides, page_sizes: (S,) int64, units of four bytes.
+    block_ids: (B,) int64.
+    """
+    segments = list(
+        zip(addresses.tolist(), block_strides.tolist(), page_sizes.tolist(), strict=True)
+    )
+    for block in block_ids.tolist():
+        for address, stride, size in segments:
+            ctypes.memset(address + 4 * stride * block, 0, 4 * size)
+
+
+class AnyGrid:
+    """Takes the place of a Triton kernel: calls ``function``, whatever the grid."""
+
+    def __init__(self, function):
+        self._function = function
+
+    def __getitem__(self, grid):
+        return self._function
+
+
 def apply_top_k_top_p(logits, k, p, **unused):
     """Mask ``logits`` (rows, vocabulary) to the top k or top p by vLLM's own torch function."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
@@ -417,6 +450,7 @@ def apply_top_k_top_p(logits, k, p, **unused):
 _DCP = "vllm.v1.attention.ops.dcp"
 _SAMPLER = "vllm.v1.sample.ops.topk_topp_sampler"
 _MLA = "vllm.v1.attention.backends.mla"
+_NORM = "vllm.models.common.ops.fused_qk_rmsnorm"
 _KDA = "vllm.models.glm5next.common.kda"
 
 # (module, attribute, replacement, whether the attribute is a kernel launcher object)
@@ -430,6 +464,8 @@ REPLACEMENTS = (
     # Triton's interpreter cannot run the kernel; the V1 runner profiles with it.
     (_SAMPLER, "apply_top_k_top_p_triton", apply_top_k_top_p, False),
     ("vllm.models.glm5next.common.attention", "fwht128_quant_fp8", fwht128_quant_fp8, False),
+    (_NORM, "_FUSED_Q_KV_RMSNORM_KERNEL", fused_q_kv_rmsnorm, True),
+    ("vllm.v1.worker.utils", "_zero_kv_blocks_kernel", AnyGrid(zero_kv_blocks), False),
     (_DCP, "_CORRECT_ATTN_CP_OUT_KERNEL", correct_attn_out, True),
     (_DCP, "_dcp_a2a_pack_send", a2a_pack_send, False),
     (_DCP, "_dcp_a2a_unpack_combine", a2a_unpack_combine, False),

@@ -487,9 +487,12 @@ class TorchReferenceKernels:
         for chunk in torch.arange(rows, device=q.device).split(max(1, _CHUNK_ELEMENTS // per_row)):
             ids = row_ids[chunk].long()
             valid = (column < counts[chunk].unsqueeze(1)) & (ids >= 0)
-            latents = dequantize_records(records[torch.where(valid, ids, 0)], dtype)
-            # The stand-in record of a masked column may hold anything, NaN included.
-            latents.masked_fill_(~valid.unsqueeze(2), 0.0)
+            # Rows share most of their records, so each is decoded once. Masked columns get zeros
+            # behind the last one: any record may hold NaN.
+            distinct, place = torch.unique(ids[valid], return_inverse=True)
+            decoded = dequantize_records(records[distinct], dtype)
+            decoded = torch.cat((decoded, decoded.new_zeros(1, LATENT_DIM)))
+            latents = decoded[torch.full_like(ids, len(distinct)).masked_scatter_(valid, place)]
             scores = torch.bmm(q[chunk].to(dtype), latents.transpose(1, 2)) * scale
             scores.masked_fill_(~valid.unsqueeze(1), -math.inf)
             log_sum = torch.logsumexp(scores, dim=2)
