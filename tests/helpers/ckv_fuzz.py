@@ -80,6 +80,7 @@ class Case:
     record: str = "fp8_ds_mla"
     shard_selection: bool = False
     held: int = 100
+    mixed: bool = False
 
     def text(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -102,8 +103,9 @@ def cases(draw) -> Case:
     lengths = [*range(10), 15, 16, 17, 31, 47, 64, 70]
     if block <= 1024:
         lengths += range(block - 2, block + 9)
-    if block <= 512:
-        lengths += [2 * block - 3, 2 * block, 2 * block + 5, 2 * block + 100]
+    # The least capacity, and a request that does not fit it.
+    window = block <= 1024 and draw(st.sampled_from([False, False, True]))
+    beyond = [*range(block - 2, block + 9), block + 300, 2 * block - 3, 2 * block + 5]
     requests = []
     for number in range(draw(st.sampled_from([1, 2, 2, 3, 4, 5]))):
         shares = None
@@ -112,7 +114,7 @@ def cases(draw) -> Case:
         requests.append(
             Request(
                 start=draw(st.integers(0, 511)),
-                cached=draw(st.sampled_from(lengths)),
+                cached=draw(st.sampled_from(lengths if number or not window else beyond)),
                 shares=shares,
                 rows=draw(rows),
                 prompt_steps=draw(st.sampled_from([3] * 9 + [2, 1, 0])),
@@ -138,7 +140,8 @@ def cases(draw) -> Case:
         requests=tuple(requests),
         record=draw(st.sampled_from(["fp8_ds_mla", "nvfp4_ds_mla"])),
         shard_selection=draw(st.booleans()),
-        held=draw(st.sampled_from([100, 100, 100, 70, 50, 34, 0, 0, 0])),
+        mixed=draw(st.booleans()),
+        held=0 if window else draw(st.sampled_from([100, 100, 70, 50, 34, 0])),
     )
 
 
@@ -204,6 +207,7 @@ class Player:
             layers=case.layers,
             record=case.record,
             shard_selection=case.shard_selection,
+            mixed=case.mixed,
         )
 
     def play(self) -> Counter[str]:
@@ -298,13 +302,18 @@ class Player:
         path = "gathered" if paths.pop() else "ordinary"
         self.seen[path] += 1
         self.seen[f"{path}, {case.record}"] += 1
+        first_rows = {result.first_row for layers in results for result in layers}
+        assert len(first_rows) == 1, f"step {number}: the ranks gather different rows"
+        first_row = first_rows.pop()
+        assert first_row in (0, step.num_decode_tokens)
+        self.seen[f"beside decodes, {case.record}"] += first_row > 0
         shares = {result.selection_shares for layers in results for result in layers}
         assert len(shares) == 1, f"step {number}: the ranks share the selection differently"
         if shares.pop() > 1:
             self.seen["shared selection"] += 1
             # Ranks behind the last share have no row at all.
             self.seen["shared selection, fewer rows than ranks"] += (
-                step.num_tokens + case.pad_tokens < case.world
+                step.num_tokens + case.pad_tokens - first_row < case.world
             )
         spans = [result.spans for layers in results for result in layers]
         assert all(other == spans[0] for other in spans), f"step {number}: ranks cut differently"
@@ -330,9 +339,10 @@ class Player:
     def _compare(
         self, where: str, result: Result, rows: slice, first: int, expected: Expected, rank: int
     ) -> None:
+        gathered = result.gathered and rows.start >= result.first_row
         for row, tokens in enumerate(expected.token_ids):
             got = result.token_ids[rows][row].tolist()
-            if self.case.world > 1 and not result.gathered and self._on_rank_0(first + row):
+            if self.case.world > 1 and not gathered and self._on_rank_0(first + row):
                 # The merge of candidates sees no more than pool_topk of them, and keeps their ids
                 # in order; it cannot know that rank 0 chose them from more.
                 tokens = sorted(tokens)
@@ -345,7 +355,7 @@ class Player:
             f"{where}: outputs differ by up to {float((out - want).abs().max()):.3g}, "
             f"first at (row, head, dim) {(~close).nonzero()[0].tolist()}"
         )
-        if result.gathered or self.case.world == 1:
+        if gathered or self.case.world == 1:
             lse = expected.lse[:, heads]
             assert torch.allclose(result.lse[rows].double(), lse, atol=1e-3), f"{where}: lse"
         self.seen["rows"] += out.shape[0]

@@ -48,6 +48,7 @@ POISON_ID = 0x7FFFFFF0
 LAYER = "model.layers.0.self_attn.attn"
 SHARD_SELECTION = "VLLM_B12X_MLA_CKV_SHARD_SELECTION"
 MAX_TOKENS = "VLLM_B12X_MLA_CKV_GATHER_MAX_TOKENS"
+MIXED = "VLLM_B12X_MLA_CKV_GATHER_MIXED"
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Sizes:
     capacity: visible tokens the gather reserves for. max_model_len: 0: the capacity.
     max_rows: rows of a step.
     record: ``--kv-cache-dtype``. shard_selection: gathered batches share their selection out,
-    however small they are.
+    however small they are. mixed: prompts gather beside decodes.
     """
 
     world: int
@@ -73,6 +74,7 @@ class Sizes:
     record: str = "fp8_ds_mla"
     shard_selection: bool = False
     max_model_len: int = 0
+    mixed: bool = False
 
     @property
     def record_bytes(self) -> int:
@@ -107,6 +109,7 @@ class Step:
 
     requests: which requests. query_lens, seq_lens: rows and visible tokens of each.
     prefilling: whether its prompt was unfinished before. num_decode_tokens: rows of decodes.
+    num_decodes: requests of these rows; None: one of each.
     """
 
     requests: list[int]
@@ -116,6 +119,7 @@ class Step:
     num_decode_tokens: int = 0
     pad_rows: int = 0
     pad_tokens: int = 0
+    num_decodes: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -140,14 +144,15 @@ class Result:
     """What one rank computed for one layer of a step.
 
     token_ids: the selection. out: attention of the rank's own heads. lse: of the kernel call.
-    selection_shares: see ``CkvBatchPlan``, 0 for an ordinary batch.
-    spans: windows of each span, none for an ordinary batch.
+    first_row: the first one that gathered, if any. selection_shares: see ``CkvBatchPlan``, 0 for an
+    ordinary batch. spans: windows of each span, none for an ordinary batch.
     """
 
     token_ids: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
     gathered: bool
+    first_row: int
     selection_shares: int
     spans: list[int]
 
@@ -253,6 +258,7 @@ class SimulatedRank:
         flags = {
             SHARD_SELECTION: str(int(sizes.shard_selection)),
             MAX_TOKENS: str(sizes.capacity),
+            MIXED: str(int(sizes.mixed)),
         }
         with patch.dict(os.environ, flags):
             self.gather = plan.CkvGather(configuration(sizes))
@@ -376,6 +382,7 @@ class SimulatedRank:
         world, interleave = self.sizes.world, self.sizes.interleave
         rest = lengths % (world * interleave) - self.rank * interleave
         local = lengths // (world * interleave) * interleave + rest.clamp(0, interleave)
+        decodes = step.num_decode_tokens if step.num_decodes is None else step.num_decodes
         attention = backend.B12xMLASparseMetadata(
             num_reqs=len(lengths),
             max_query_len=max(step.query_lens, default=0),
@@ -383,9 +390,9 @@ class SimulatedRank:
             num_actual_tokens=num_tokens,
             query_start_loc=starts,
             slot_mapping=slots,
-            num_decodes=step.num_decode_tokens,
+            num_decodes=decodes,
             num_decode_tokens=step.num_decode_tokens,
-            num_prefills=len(step.requests) - step.num_decode_tokens,
+            num_prefills=len(step.requests) - decodes,
             block_table=self.tables.latents(step.requests, step.pad_rows),
             req_id_per_token=step.request_rows(),
             seq_lens=local,
@@ -460,17 +467,22 @@ class SimulatedRank:
         query = given.q[:, heads].contiguous()
         if self.sizes.world > 1:
             query = self.query_gather(query)
+        manager = SimpleNamespace(query_gather=self.query_gather, combine=self.combine)
         out, lse = self.impl.forward_mqa(
-            (query, query[..., :0]), self.caches[layer], attention, None
+            (query, query[..., :0]),
+            self.caches[layer],
+            attention,
+            SimpleNamespace(dcp_manager=manager),  # type: ignore[arg-type]
         )
         if self.sizes.world > 1:
             out = self.combine(
                 out, lse, seq_lens=attention.seq_lens, query_start_loc=attention.query_start_loc
             )
         plan = attention.ckv_plan
-        shares = 0 if plan is None else plan.selection_shares
-        spans = [] if plan is None else [len(span.windows) for span in plan.spans]
-        return Result(token_ids, out, lse, plan is not None, shares, spans)
+        if plan is None:
+            return Result(token_ids, out, lse, False, 0, 0, [])
+        spans = [len(span.windows) for span in plan.spans]
+        return Result(token_ids, out, lse, True, plan.first_row, plan.selection_shares, spans)
 
 
 @contextmanager

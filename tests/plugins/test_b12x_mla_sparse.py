@@ -16,7 +16,7 @@ import pytest
 import vllm.plugins.b12x_mla_sparse as plugin
 
 ROOT = Path(__file__).parents[2]
-GATHER, MIN, MAX, SHARD, DEBUG, REFERENCE = (flag.name for flag in plugin.FLAGS)
+GATHER, MIN, MAX, MIXED, SHARD, DEBUG, REFERENCE = (flag.name for flag in plugin.FLAGS)
 
 
 def run(code: str, **env: str) -> subprocess.CompletedProcess:

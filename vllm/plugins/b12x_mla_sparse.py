@@ -120,6 +120,13 @@ FLAGS: tuple[Flag, ...] = (
         low=1,
     ),
     Flag(
+        "VLLM_B12X_MLA_CKV_GATHER_MIXED",
+        "switch",
+        False,
+        "In a batch that holds decodes as well let the prompts gather, while the decodes keep the "
+        "ordinary path; not measured yet.",
+    ),
+    Flag(
         "VLLM_B12X_MLA_CKV_SHARD_SELECTION",
         "switch",
         False,

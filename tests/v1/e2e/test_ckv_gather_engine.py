@@ -4,8 +4,8 @@
 Six engines serve all tests of this file, each started once: on GPUs if there is one for every rank,
 else on the reference platform. Without context parallelism, ordinary and full-CKV at two ranks;
 full-CKV with the other runner, the other DCP backend, a spawned engine core, selections shared out
-over the ranks and contexts in windows; full-CKV at four ranks; full-CKV with three faults built in,
-to see that the judgement finds each.
+over the ranks, contexts in windows and prompts that gather beside decodes; full-CKV at four ranks;
+full-CKV with three faults built in, to see that the judgement finds each.
 
 The token budget is smaller than a page, so that chunks end where neither pages nor pools do.
 """
@@ -28,7 +28,7 @@ from vllm.entrypoints.ckv.oracle import TransformersOracle
 PAGE, BUDGET, MAX_TOKENS = 512, 101, 2
 SHARED = 512  # of the prefix that later prompts find in the cache
 CAPACITY = 8 * (SHARED + 4)
-WINDOW = 512  # of the engine whose contexts come in windows: a page of 256 tokens on each rank
+WINDOW = 2 * PAGE  # of the engine whose contexts come in windows: the least, a page of each rank
 BACKEND = "B12X_MLA_SPARSE"
 MARK = "CKV_TEST_RUN"
 GATHER = "VLLM_B12X_MLA_CKV_GATHER"
@@ -112,6 +112,8 @@ def make_groups() -> list[Group]:
         group("prefix", cut(700, 4, shared=True), gathered=7),
         group("prefix hit", cut(800, 60, shared=True), gathered=1, cached=SHARED),
         group("at capacity", *eight(900, 4), gathered=1, cached=SHARED),
+        # Chunks end at 613, 714, 815, 916, 1,017, 1,024 (a page of each rank) and 1,030 tokens.
+        group("long", cut(1100, 518, shared=True), gathered=7, cached=SHARED),
         # Seven requests together, then the last one.
         group("over capacity", *eight(1000, 5), gathered=1, cached=SHARED, more_windows=1),
     ]
@@ -192,7 +194,7 @@ class Engines:
             "dtype": "bfloat16",
             "kv_cache_dtype": "fp8_ds_mla",
             "block_size": PAGE,
-            "max_model_len": 1024,
+            "max_model_len": 2048,
             "max_num_seqs": 8,
             "max_num_batched_tokens": BUDGET,
             "kv_cache_memory_bytes": 1 << 28,
@@ -247,23 +249,24 @@ def full(engines):
     return engines.run("full", arguments, FLAGS)
 
 
-OTHER = ["4 tokens", "5 tokens", "odd cuts", "prefix", "prefix hit"]
+MIXED = "packed behind a chunk"
+OTHER = ["4 tokens", "5 tokens", "odd cuts", "prefix", "prefix hit", "long", MIXED]
 
 
 @pytest.fixture(scope="module")
 def other_runner(engines):
     """Everything the other way round, in a spawned engine core."""
     sharing, path = engines.extension("ckv_sharing", SHARING)
-    pages = {"block_size": WINDOW // 2}
     backend = {"attention_config": {"backend": BACKEND}, "dcp_comm_backend": "ag_rs"}
     return engines.run(
         "other-runner",
-        backend | DCP | sharing | pages,
+        backend | DCP | sharing,
         {
             **FLAGS,
             **path,
             f"{GATHER}_MAX_TOKENS": str(WINDOW),
             "VLLM_B12X_MLA_CKV_SHARD_SELECTION": "1",
+            f"{GATHER}_MIXED": "1",
             "VLLM_USE_V2_MODEL_RUNNER": "0",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -400,8 +403,8 @@ def test_the_first_batch_beyond_the_capacity_is_one_line_with_both_numbers(full)
 
 
 def test_contexts_in_windows_give_the_same_tokens(full, other_runner):
-    """Of the prompt of 516 tokens the last chunk, and all of the one behind the cached prefix."""
-    for name, windows in (("odd cuts", 3), ("prefix", 8), ("prefix hit", 2)):
+    """The last chunk of the long prompt lies behind a window of 1,024 tokens."""
+    for name, windows in (("odd cuts", 3), ("prefix", 7), ("prefix hit", 1), ("long", 8)):
         mine, whole = result_of(other_runner, name, OTHER), result_of(full, name)
         assert mine.counters["gathered_windows"] == windows
         assert mine.tokens == whole.tokens
@@ -424,7 +427,21 @@ def test_the_other_runner_and_dcp_backend_in_a_spawned_engine_core(no_dcp, full,
         # rounded before they are merged.
         exact = gpu_count() < 2 and mine.counters["gathered_windows"] == GROUPS[name].gathered
         assert difference <= (1e-6 if exact else verify.LIMIT_VS_DCP)
-        assert mine.cached_tokens == [GROUPS[name].cached]
+        assert set(mine.cached_tokens) == {GROUPS[name].cached}
+
+
+def test_prompts_gather_beside_decodes_where_they_may(no_dcp, full, other_runner):
+    """The last chunk of the second prompt comes beside the first decode of the first one."""
+    mine, default = result_of(other_runner, MIXED, OTHER), result_of(full, MIXED)
+    assert default.counters["mixed_batches"] == 0
+    assert default.counters["ordinary_batches"]["decode_tokens"] == 1
+    assert mine.counters["mixed_batches"] == 1
+    assert mine.counters["gathered_batches"] == default.counters["gathered_batches"] + 1
+    assert "decode_tokens" not in mine.counters["ordinary_batches"]
+    assert mine.counters["dcp_bytes"] == 0 < default.counters["dcp_bytes"]
+    for prompt, other in zip(mine.logprobs, result_of(no_dcp, MIXED).logprobs, strict=True):
+        for logprob, expected in zip(prompt, other, strict=True):
+            assert abs(logprob - expected) <= verify.LIMIT_VS_DCP
 
 
 def test_the_other_engine_shares_its_selections_out(engines, full, other_runner):

@@ -132,13 +132,16 @@ def test_a_draft_layer_ignores_the_plan_and_slots_of_rejected_tokens(monkeypatch
     """Verification of three tokens at 150: one accepted, the others' positions are of before."""
     kernels = Recorder()
     monkeypatch.setattr(module, "get_kernels", lambda: kernels)
-    index = SimpleNamespace(slot_mapping=torch.tensor([-1, 6546, -1]), block_table=None)
+    index = SimpleNamespace(
+        slot_mapping=torch.tensor([-1, 6546, -1]), block_table=torch.zeros(1, 1)
+    )
     attention = SimpleNamespace(
         num_actual_tokens=3,
+        num_decodes=0,
         num_decode_tokens=0,
         req_id_per_token=torch.zeros(3, dtype=torch.int32),
         query_start_loc=torch.tensor([0, 3]),
-        ckv_plan="the model's",
+        ckv_plan=SimpleNamespace(first_row=0),
     )
     metadata = {
         "index": index,

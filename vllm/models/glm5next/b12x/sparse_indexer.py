@@ -87,12 +87,24 @@ def select_tokens(
     # A query at position p sees p + 1 tokens, so (p + 1) // pool_size complete pools.
     visible_pools = ((positions + 1) // pool_size).to(torch.int32)
     plan = None if op.is_draft else attention.ckv_plan
-    # Positions of a draft layer's rejected tokens may name pages that the request does not have.
-    if op.gather.debug and plan is None and not op.is_draft:
-        local_pools = visible_pools
-        if op.dcp_world_size != 1:
-            local_pools = op.gather.pool_ownership.local_lengths(visible_pools, op.dcp_rank)
-        debug.check_index_pages(index.block_table, req_id, local_pools, op.k_cache.kv_cache)
+    first, table = num_tokens, index.block_table
+    if plan is not None:
+        # In front of the rows that gather are those of decodes, if any.
+        first, table = plan.first_row, table[: attention.num_decodes]
+    if first:
+        pool_ids = _select_ordinary(
+            op,
+            table,
+            q_fp8[:first],
+            weights[:first],
+            req_id[:first],
+            visible_pools[:first],
+            pool_topk,
+            num_prompt_rows=max(first - attention.num_decode_tokens, 0),
+        )
+        buffer[:first] = kernels.expand_pools(
+            pool_ids, positions[:first], pool_size, buffer.shape[1]
+        )
     if plan is not None:
         pool_ids = op.gather.select_pools(
             plan,
@@ -105,29 +117,44 @@ def select_tokens(
             visible_pools,
             pool_topk,
         )
-    elif op.dcp_world_size == 1:
-        pool_ids, _ = kernels.select_pools(
-            q_fp8, weights, op.k_cache.kv_cache, index.block_table, req_id, visible_pools, pool_topk
+        buffer[first:num_tokens] = kernels.expand_pools(
+            pool_ids, positions[first:], pool_size, buffer.shape[1]
         )
-    else:
-        ownership = op.gather.pool_ownership
-        local_ids, scores = kernels.select_pools(
-            q_fp8,
-            weights,
-            op.k_cache.kv_cache,
-            index.block_table,
-            req_id,
-            ownership.local_lengths(visible_pools, op.dcp_rank),
-            pool_topk,
-        )
-        if not op.is_draft:
-            op.gather.count_candidates(num_tokens - attention.num_decode_tokens, pool_topk)
-        all_scores, all_ids = all_gather_candidates(
-            scores, ownership.global_ids(local_ids, op.dcp_rank)
-        )
-        pool_ids, _ = kernels.merge_pool_candidates(all_scores, all_ids, pool_topk)
-    buffer[:num_tokens] = kernels.expand_pools(pool_ids, positions, pool_size, buffer.shape[1])
     return buffer
+
+
+def _select_ordinary(
+    op: B12xSparseAttnIndexer,
+    block_table: torch.Tensor,
+    q_fp8: torch.Tensor,
+    weights: torch.Tensor,
+    req_id: torch.Tensor,
+    visible_pools: torch.Tensor,
+    pool_topk: int,
+    *,
+    num_prompt_rows: int,
+) -> torch.Tensor:
+    """Pool ids (T, pool_topk) int32 of T rows: each rank's best of its own pools, then merged.
+
+    num_prompt_rows: rows among them that might have gathered.
+    """
+    kernels, cache = get_kernels(), op.k_cache.kv_cache
+    local_pools, ownership = visible_pools, None
+    if op.dcp_world_size != 1:
+        ownership = op.gather.pool_ownership
+        local_pools = ownership.local_lengths(visible_pools, op.dcp_rank)
+    # Positions of a draft layer's rejected tokens may name pages that the request does not have.
+    if op.gather.debug and not op.is_draft:
+        debug.check_index_pages(block_table, req_id, local_pools, cache)
+    pool_ids, scores = kernels.select_pools(
+        q_fp8, weights, cache, block_table, req_id, local_pools, pool_topk
+    )
+    if ownership is None:
+        return pool_ids
+    if not op.is_draft:
+        op.gather.count_candidates(num_prompt_rows, pool_topk)
+    all_scores, all_ids = all_gather_candidates(scores, ownership.global_ids(pool_ids, op.dcp_rank))
+    return kernels.merge_pool_candidates(all_scores, all_ids, pool_topk)[0]
 
 
 class B12xSparseAttnIndexer(SparseAttnIndexerKpool):

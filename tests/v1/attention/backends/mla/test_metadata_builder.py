@@ -198,6 +198,32 @@ def test_a_prompt_beside_verification_is_ordinary(config, gather, threshold):
     assert builder.build(0, Runner().step([40], [40], True)).ckv_plan is not None
 
 
+@pytest.mark.parametrize("threshold", [1, 1 + SPECULATIVE])
+def test_a_prompt_gathers_beside_verification_if_it_may(config, monkeypatch, threshold):
+    """Verification counts as decode where vLLM's split says so; else all rows stay ordinary."""
+    monkeypatch.setenv("VLLM_B12X_MLA_CKV_GATHER_MIXED", "1")
+    gather = module.CkvGather(config)
+    gather.geometry.freeze(g.PageGeometry(256, g.FP8_DS_MLA, 4, 4, WORLD))
+    builder = make_builder(config, gather, TARGET)
+    builder.reorder_batch_threshold = threshold
+    batch = Runner().step([1, 3, 40], [50, 120, 60], [False, False, True], pad_rows=1, pad_tokens=2)
+    metadata = builder.build(0, batch)
+    if threshold == 1:
+        assert metadata.ckv_plan is None
+        assert gather.counters.ordinary == {Reason.NOT_ALL_PREFILLING: 1}
+        return
+    (window,) = metadata.ckv_plan.windows
+    assert (metadata.num_decodes, metadata.num_decode_tokens) == (2, 4)
+    assert (window.requests, window.rows) == (slice(2, 3), slice(4, 46))
+    assert metadata.ckv_plan.first_row == 4
+    counters = gather.counters
+    assert (counters.gathered_batches, counters.mixed_batches) == (1, 1)
+    assert (counters.gathered_query_tokens, counters.gathered_visible_tokens) == (40, 60)
+    # Verification alone never gathers.
+    alone = builder.build(0, Runner().step([1, 3], [51, 123], False))
+    assert alone.ckv_plan is None and gather.counters.ordinary == {Reason.DECODE_ONLY: 1}
+
+
 def test_a_draft_layer_is_ordinary_where_the_model_gathers(config, gather):
     target, draft = (make_builder(config, gather, name) for name in (TARGET, DRAFT))
     batch = Runner().step([20, 30], [120, 30], True)

@@ -6,8 +6,9 @@ batch decision, the ownership of tokens, the exchange and the kernels live in ``
 ``sparse_mla_kernels``.
 
 One decision is taken per batch, on the host, and travels in the metadata as ``ckv_plan``. The query
-gather, the output combine, the indexer and the implementation read that one value, so a batch
-either skips all three ordinary collectives and gathers records, or does neither.
+gather, the output combine, the indexer and the implementation read that one value, so a row either
+skips all three ordinary collectives and gathers records, or does neither. All rows of a batch do
+alike, unless prompts may gather beside decodes.
 """
 
 from __future__ import annotations
@@ -143,7 +144,8 @@ class OrdinaryOnly:
     """Wraps a per-layer DCP callable: batches that gather skip it and keep their local heads.
 
     ``query_gather(q)`` and ``combine(out, lse, ...)`` both return their first argument unchanged
-    in a gathered batch, in which every rank already holds the whole result for its own heads.
+    in a gathered batch, in which every rank already holds the whole result for its own heads. If it
+    holds decodes too, the implementation calls ``inner`` for them.
 
     inner: the callable. layer_name: whose decision it follows.
     count: called with the prefill rows and the tensor (rows, heads, dims) of an ordinary batch.
@@ -399,18 +401,70 @@ class B12xMLASparseImpl(SparseMLACommonImpl[B12xMLASparseMetadata]):
         token_ids = self.topk_indices_buffer[:num_tokens]
         req_id = attn_metadata.req_id_per_token[:num_tokens]
         plan = None if self.is_draft else attn_metadata.ckv_plan
-        if plan is not None:
-            return self.gather.attend(
-                plan,
-                self.kernels,
-                kv_c_and_k_pe_cache,
-                attn_metadata.block_table,
-                token_ids,
-                req_id,
-                query,
-                self.scale,
+        if plan is None:
+            return self._attend_ordinary(
+                query, kv_c_and_k_pe_cache, attn_metadata, token_ids, req_id
             )
-        records, block_stride_rows = flat_kv_row_view(kv_c_and_k_pe_cache, attn_metadata.block_size)
+        decodes = None
+        if plan.first_row:
+            decodes = self._attend_decodes(
+                plan.first_row, query, kv_c_and_k_pe_cache, attn_metadata, token_ids, layer
+            )
+        out, lse = self.gather.attend(
+            plan,
+            self.kernels,
+            kv_c_and_k_pe_cache,
+            attn_metadata.block_table,
+            token_ids,
+            req_id,
+            query,
+            self.scale,
+        )
+        if decodes is None:
+            return out, lse
+        # The combine of decodes kept theirs, and that of the whole batch reads none.
+        unknown = lse.new_full((plan.first_row, lse.shape[1]), torch.nan)
+        return torch.cat((decodes, out)), torch.cat((unknown, lse))
+
+    def _attend_decodes(
+        self,
+        num_rows: int,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: B12xMLASparseMetadata,
+        token_ids: torch.Tensor,
+        layer: Any,
+    ) -> torch.Tensor:
+        """Output (num_rows, local heads, 512) of a mixed batch's decodes.
+
+        On the ordinary path, as in a batch of their own: with the collectives that vLLM calls
+        around :meth:`forward_mqa`, and that this batch's other rows skip.
+        """
+        count, manager = attn_metadata.num_decodes, layer.dcp_manager
+        out, lse = self._attend_ordinary(
+            manager.query_gather.inner(query[:num_rows]),
+            kv_cache,
+            attn_metadata,
+            token_ids[:num_rows],
+            attn_metadata.req_id_per_token[:num_rows],
+        )
+        return manager.combine.inner(
+            out,
+            lse,
+            seq_lens=attn_metadata.seq_lens[:count],
+            query_start_loc=attn_metadata.query_start_loc[: count + 1],
+        )
+
+    def _attend_ordinary(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: B12xMLASparseMetadata,
+        token_ids: torch.Tensor,
+        req_id: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of all heads in ``query`` to this rank's own records."""
+        records, block_stride_rows = flat_kv_row_view(kv_cache, attn_metadata.block_size)
         rows, counts = self.kernels.filter_local(
             token_ids,
             req_id,

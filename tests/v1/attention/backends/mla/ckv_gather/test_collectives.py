@@ -59,7 +59,8 @@ class Batch:
     """One batch and everything else that a decision reads.
 
     held: what is reserved, in percent of need, but no less than has to be. spare: added to it.
-    auto: gather only where that moves fewer bytes. shard: share the selection out.
+    auto: gather only where that moves fewer bytes. shard: share the selection out. mixed: prompts
+    may gather beside decodes.
     """
 
     world: int
@@ -79,6 +80,7 @@ class Batch:
     record: str = "fp8_ds_mla"
     shard: bool = False
     held: int = 100
+    mixed: bool = False
 
 
 @st.composite
@@ -103,21 +105,25 @@ def batches(draw) -> Batch:
         auto=draw(st.booleans()),
         record=draw(st.sampled_from(["fp8_ds_mla", "nvfp4_ds_mla"])),
         shard=draw(st.booleans()),
+        mixed=draw(st.booleans()),
         held=draw(st.sampled_from([100, 100, 60, 30, 0])),
     )
 
 
 def gathers(batch: Batch, sizes: Sizes) -> bool:
     """The decision as the design states it."""
-    if batch.auto and received(gathered_calls(batch, sizes)) >= received(
-        ordinary_calls(replace(batch, pad_tokens=0), sizes)
+    decodes = num_decodes(batch)
+    prompts = step_order(batch)[decodes:]
+    if batch.auto and received(prompt_calls(batch, sizes)) >= received(
+        ordinary_calls(sum(batch.rows) - decodes, sizes)
     ):
         return False
     return (
-        not (batch.capturing or batch.draft or batch.overlap or num_decodes(batch))
-        and all(batch.prefilling)
-        and batch.min_tokens < sum(batch.rows)
-        and len(batch.rows) <= batch.max_num_seqs
+        not (batch.capturing or batch.draft or batch.overlap)
+        and (batch.mixed or not decodes)
+        and all(batch.prefilling[r] for r in prompts)
+        and batch.min_tokens < sum(batch.rows[r] for r in prompts)
+        and len(prompts) <= batch.max_num_seqs
     )
 
 
@@ -138,7 +144,7 @@ def spans(batch: Batch, sizes: Sizes) -> list[tuple[int, list[list[int]]]]:
     """
     found: list[tuple[int, list[list[int]]]] = []
     window = sizes.capacity - sizes.capacity % (batch.world * sizes.page_size)
-    for r in step_order(batch):
+    for r in step_order(batch)[num_decodes(batch) :]:
         rows, length = batch.rows[r], batch.cached[r] + batch.rows[r]
         if length > sizes.capacity:
             full, rest = divmod(length, window)
@@ -147,12 +153,27 @@ def spans(batch: Batch, sizes: Sizes) -> list[tuple[int, list[list[int]]]]:
             found[-1] = found[-1][0] + rows, [[*found[-1][1][0], length]]
         else:
             found.append((rows, [[length]]))
-    found[-1] = found[-1][0] + batch.pad_tokens, found[-1][1]
+    if found:
+        found[-1] = found[-1][0] + batch.pad_tokens, found[-1][1]
     return found
 
 
 def gathered_calls(batch: Batch, sizes: Sizes) -> list[Call]:
-    """One layer's collectives of a gather, from numbers that every rank knows."""
+    """One layer's collectives of a gather: those of decodes come before each exchange's."""
+    selection, attention = exchanges(batch, sizes)
+    decodes = num_decodes(batch)
+    ordinary = ordinary_calls(decodes, sizes) if decodes else []
+    return [*ordinary[:1], *selection, *ordinary[1:], *attention]
+
+
+def prompt_calls(batch: Batch, sizes: Sizes) -> list[Call]:
+    """Those of the prompts alone."""
+    selection, attention = exchanges(batch, sizes)
+    return selection + attention
+
+
+def exchanges(batch: Batch, sizes: Sizes) -> tuple[list[Call], list[Call]]:
+    """Of keys and selections, and of records, from numbers that every rank knows."""
     world, interleave = batch.world, batch.interleave
 
     def largest(units: list[int], run: int) -> int:
@@ -167,14 +188,16 @@ def gathered_calls(batch: Batch, sizes: Sizes) -> list[Call]:
             selection.append(largest([n // 4 for n in tokens], interleave // 4) * 132)
             attention.append(largest(tokens, interleave) * sizes.record_bytes)
         selection.append(batch.shard * -(-rows // world) * sizes.pool_topk * 4)
-    return [
-        Call("all_gather_into_tensor", size, world * size) for size in selection + attention if size
-    ]
+
+    def calls(sent: list[int]) -> list[Call]:
+        return [Call("all_gather_into_tensor", size, world * size) for size in sent if size]
+
+    return calls(selection), calls(attention)
 
 
-def ordinary_calls(batch: Batch, sizes: Sizes) -> list[Call]:
-    """One layer's collectives of the ordinary path."""
-    world, rows = batch.world, sum(batch.rows) + batch.pad_tokens
+def ordinary_calls(rows: int, sizes: Sizes) -> list[Call]:
+    """One layer's collectives of ``rows`` on the ordinary path."""
+    world = sizes.world
     candidates = 2 * rows * sizes.pool_topk * 4
     query = rows * 512 * 2
     partial = world * rows * (512 + 2) * 2
@@ -191,7 +214,9 @@ def received(calls: list[Call]) -> int:
 
 
 def expected_calls(batch: Batch, sizes: Sizes) -> list[Call]:
-    return (gathered_calls if gathers(batch, sizes) else ordinary_calls)(batch, sizes)
+    if gathers(batch, sizes):
+        return gathered_calls(batch, sizes)
+    return ordinary_calls(sum(batch.rows) + batch.pad_tokens, sizes)
 
 
 def play(batch: Batch, change=lambda rank: None) -> tuple[Lockstep, Sizes]:
@@ -202,6 +227,7 @@ def play(batch: Batch, change=lambda rank: None) -> tuple[Lockstep, Sizes]:
         batch.interleave,
         capacity=max(sum(lengths) * batch.held // 100 + batch.spare, least),
         max_model_len=max(lengths),
+        mixed=batch.mixed,
         min_tokens=batch.min_tokens,
         max_num_seqs=batch.max_num_seqs,
         record=batch.record,
@@ -329,6 +355,23 @@ def test_case_4_the_last_batch_that_fits_and_the_first_that_does_not(world):
     assert lockstep.calls[0] == expected_calls(full, sizes)
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_decodes_meet_before_the_prompts_beside_them(mixed):
+    """Of two decodes and prompts of 17 and 5 rows; by default no decode is in a gather."""
+    batch = replace(
+        PLAIN, rows=(17, 1, 5, 1), cached=(3, 300, 40, 9), prefilling=(True, False, True, False),
+        decodes=True, mixed=mixed,
+    )  # fmt: skip
+    lockstep, sizes = play(batch)
+    if not mixed:
+        assert lockstep.calls == [ordinary_calls(24, sizes)] * 4
+        return
+    candidates, query, partial = ordinary_calls(2, sizes)
+    keys, records = (5 // 4 + 1 + 11 // 4 + 1) * 132, (20 // 16 * 4 + 4 + 45 // 16 * 4 + 4) * 528
+    gather = [Call("all_gather_into_tensor", size, 4 * size) for size in (keys, records)]
+    assert lockstep.calls == [[candidates, gather[0], query, partial, gather[1]]] * 4
+
+
 @pytest.mark.parametrize("shard", [False, True])
 def test_windows_of_a_context_meet_one_after_the_other(shard):
     """Four ranks, pages of 256: windows of 1,024, the last one with 952 + 4 tokens."""
@@ -349,7 +392,7 @@ def test_auto_gathers_the_longest_context_that_moves_fewer_bytes(world, record):
     """One token more of context, and all ranks take the other path."""
     batch = replace(PLAIN, world=world, rows=(17,), auto=True, record=record)
     sizes = replace(play(batch)[1], capacity=10**6)
-    ordinary = received(ordinary_calls(batch, sizes))
+    ordinary = received(ordinary_calls(sum(batch.rows), sizes))
     context = 0
     while received(gathered_calls(replace(batch, cached=(context,)), sizes)) < ordinary:
         context += 1

@@ -75,6 +75,7 @@ def test_decisions_are_counted_once_per_step_and_by_reason(make_gather, make_com
     assert gather.counters.as_dict() == {
         "gathered_batches": 4,
         "gathered_windows": 5,
+        "mixed_batches": 0,
         "gathered_query_tokens": 990 + 901,
         "gathered_visible_tokens": 150 + 40 + 900 + 1001,
         "ordinary_batches": {

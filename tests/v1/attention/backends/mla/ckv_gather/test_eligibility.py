@@ -89,6 +89,7 @@ def test_the_earlier_refusal_counts(index):
         ({"num_query_tokens": 1}, {"min_query_tokens": 0}),
         ({}, {"dcp_world_size": 2}),
         ({"gathered_bytes": 9000, "ordinary_bytes": 9001}, {"fewer_bytes_only": True}),
+        ({"num_decode_tokens": 583}, {"mixed": True}),
         ({"gathered_bytes": 9001, "ordinary_bytes": 9001}, {}),
     ],
 )
@@ -96,6 +97,17 @@ def test_the_last_admitted_value(facts, limits):
     decision = decide(replace(FACTS, **facts), replace(LIMITS, **limits))
     assert decision.gather
     assert decision.reason is Reason.ELIGIBLE
+
+
+def test_decodes_beside_prompts_do_not_count():
+    """Neither as query tokens, nor in what is said about the batch."""
+    mixed = replace(LIMITS, mixed=True)
+    assert "17 query tokens of 2 requests over 5000 visible tokens beside 583 of decodes" in (
+        decide(replace(FACTS, num_decode_tokens=583), mixed).message
+    )
+    few = decide(replace(FACTS, num_decode_tokens=584), mixed)
+    assert few.reason is Reason.TOO_FEW_TOKENS and "16 query tokens" in few.message
+    assert decide(replace(FACTS, num_decode_tokens=600), mixed).reason is Reason.DECODE_ONLY
 
 
 def test_an_empty_batch_never_gathers():

@@ -100,7 +100,8 @@ class GatherCounters:
 
     gathered_batches: batches that took the full-CKV path.
     gathered_windows: windows in which they did, one for each that fits the reserved buffers.
-    gathered_query_tokens: their query tokens.
+    mixed_batches: those of them that held decodes, which took the ordinary path.
+    gathered_query_tokens: their query tokens, without those of decodes.
     gathered_visible_tokens: their visible tokens, summed over requests.
     ordinary: batches that did not, by reason.
     ckv_bytes: bytes received by exchanges of records, index keys and shared-out selections, all
@@ -112,6 +113,7 @@ class GatherCounters:
 
     gathered_batches: int = 0
     gathered_windows: int = 0
+    mixed_batches: int = 0
     gathered_query_tokens: int = 0
     gathered_visible_tokens: int = 0
     ordinary: Counter[Reason] = field(default_factory=Counter)
@@ -132,6 +134,7 @@ class GatherCounters:
         return {
             "gathered_batches": self.gathered_batches,
             "gathered_windows": self.gathered_windows,
+            "mixed_batches": self.mixed_batches,
             "gathered_query_tokens": self.gathered_query_tokens,
             "gathered_visible_tokens": self.gathered_visible_tokens,
             "ordinary_batches": {

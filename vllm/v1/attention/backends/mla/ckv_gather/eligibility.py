@@ -35,15 +35,15 @@ class BatchFacts:
     """What is known on the host about one batch. Padding requests and tokens are not counted."""
 
     num_requests: int
-    """Requests in the batch."""
+    """Requests that the batch split did not put on the decode path."""
     num_prefilling: int
     """Requests of them whose prompt is not yet finished before this step."""
     num_query_tokens: int
-    """Query tokens of all requests together."""
+    """Query tokens of the whole batch."""
     num_decode_tokens: int
     """Query tokens that the batch split put on the decode path (MTP verification included)."""
     visible_tokens: int
-    """Sum over requests of cached plus new tokens: the records that a gather would move."""
+    """Sum over the requests of cached plus new tokens: the records that a gather would move."""
     is_draft_layer: bool = False
     """The layer belongs to a draft (MTP) model."""
     for_graph_capture: bool = False
@@ -54,6 +54,11 @@ class BatchFacts:
     """Bytes that one rank would receive in one layer of a gather, see :mod:`.byte_model`."""
     ordinary_bytes: int = 0
     """The same on the ordinary path. Both are set only where ``fewer_bytes_only`` asks for them."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Query tokens that would gather."""
+        return self.num_query_tokens - self.num_decode_tokens
 
 
 @dataclass(frozen=True)
@@ -67,11 +72,13 @@ class Limits:
     dcp_world_size: int
     """Ranks that share a request."""
     min_query_tokens: int
-    """A batch must have more query tokens than this (exclusive)."""
+    """A batch must have more query tokens than this (exclusive), those of decodes left out."""
     max_num_seqs: int
     """Requests for which the buffers have been sized."""
     fewer_bytes_only: bool = False
     """A batch gathers only if that moves fewer bytes than the ordinary path."""
+    mixed: bool = False
+    """The prompts of a batch may gather while its decodes take the ordinary path."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +122,7 @@ def decide(facts: BatchFacts, limits: Limits) -> Decision:
         return refuse(Reason.DUAL_BATCH_OVERLAP, "the step runs with dual-batch overlap")
     if facts.num_decode_tokens and facts.num_decode_tokens >= facts.num_query_tokens:
         return refuse(Reason.DECODE_ONLY, f"all {facts.num_decode_tokens} tokens are decodes")
-    if facts.num_decode_tokens:
+    if facts.num_decode_tokens and not limits.mixed:
         return refuse(
             Reason.DECODE_TOKENS,
             f"{facts.num_decode_tokens} of {facts.num_query_tokens} tokens are decodes",
@@ -125,10 +132,10 @@ def decide(facts: BatchFacts, limits: Limits) -> Decision:
             Reason.NOT_ALL_PREFILLING,
             f"{facts.num_prefilling} of {facts.num_requests} requests are prefilling",
         )
-    if facts.num_query_tokens <= limits.min_query_tokens:
+    if facts.num_prompt_tokens <= limits.min_query_tokens:
         return refuse(
             Reason.TOO_FEW_TOKENS,
-            f"{facts.num_query_tokens} query tokens, it takes more than {limits.min_query_tokens}",
+            f"{facts.num_prompt_tokens} query tokens, it takes more than {limits.min_query_tokens}",
         )
     if facts.num_requests > limits.max_num_seqs:
         return refuse(
@@ -139,12 +146,13 @@ def decide(facts: BatchFacts, limits: Limits) -> Decision:
         return refuse(
             Reason.NO_GAIN,
             f"{facts.gathered_bytes} bytes a layer to gather {facts.visible_tokens} visible "
-            f"tokens, {facts.ordinary_bytes} on the ordinary path of {facts.num_query_tokens} "
+            f"tokens, {facts.ordinary_bytes} on the ordinary path of {facts.num_prompt_tokens} "
             "query tokens",
         )
     return Decision(
         True,
         Reason.ELIGIBLE,
-        f"CKV gather: {facts.num_query_tokens} query tokens of {facts.num_requests} requests "
-        f"over {facts.visible_tokens} visible tokens",
+        f"CKV gather: {facts.num_prompt_tokens} query tokens of {facts.num_requests} requests "
+        f"over {facts.visible_tokens} visible tokens"
+        + (f" beside {facts.num_decode_tokens} of decodes" if facts.num_decode_tokens else ""),
     )

@@ -10,8 +10,9 @@ statistics on.
 With several API servers any of them may be scraped, and vLLM serves what prometheus_client's
 multi-process mode finds in the files of another folder. Rank 0 then writes its totals there.
 
-``vllm:ckv_gather_batches_total``, ``..._windows_total``, ``..._query_tokens_total``,
-``..._visible_tokens_total``: batches that gathered, their windows, and their tokens.
+``vllm:ckv_gather_batches_total``, ``..._windows_total``, ``..._mixed_batches_total``,
+``..._query_tokens_total``, ``..._visible_tokens_total``: batches that gathered, their windows,
+those that held decodes, and their tokens.
 ``..._ordinary_batches_total``: by ``reason``.
 ``..._received_bytes_total``: received by one rank, by ``path``, ``ckv`` or ``dcp``.
 ``..._exchange_seconds``: a histogram of exchanges of one layer a batch, by ``exchange``,
@@ -43,6 +44,7 @@ PREFIX = "vllm:ckv_gather"
 _TOTALS = (
     ("batches", "gathered_batches", "Batches that took the full-CKV path."),
     ("windows", "gathered_windows", "Windows in which they did."),
+    ("mixed_batches", "mixed_batches", "Those of these batches that held decodes as well."),
     ("query_tokens", "gathered_query_tokens", "Query tokens of these batches."),
     ("visible_tokens", "gathered_visible_tokens", "Visible tokens of these batches."),
 )

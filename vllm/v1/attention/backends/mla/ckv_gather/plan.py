@@ -146,7 +146,7 @@ class CkvSpan:
 class CkvBatchPlan:
     """What one gathered batch is computed from; a batch that fits is one span with one window.
 
-    spans: they cover the rows of the batch, in order.
+    spans: they cover the rows of the batch behind those of decodes, in order.
     selection_shares: N if each rank selects for a share of a span's rows, 1 if every rank selects
         for all.
     """
@@ -158,6 +158,11 @@ class CkvBatchPlan:
     def windows(self) -> tuple[CkvWindow, ...]:
         """The windows of all spans, in the order in which they are gathered."""
         return tuple(window for span in self.spans for window in span.windows)
+
+    @property
+    def first_row(self) -> int:
+        """Rows before the first one that gathers: those of decodes, on the ordinary path."""
+        return self.spans[0].rows.start
 
 
 @dataclass(frozen=True)
@@ -196,6 +201,7 @@ class CkvGather:
         self.why_off = startup.why_off(vllm_config, self.mode)
         self.enabled = self.why_off is None
         self.shard_selection = self.enabled and bool(envs.VLLM_B12X_MLA_CKV_SHARD_SELECTION)
+        self.mixed = self.enabled and bool(envs.VLLM_B12X_MLA_CKV_GATHER_MIXED)
         self.debug = bool(envs.VLLM_CKV_DEBUG)
         self.max_num_seqs = vllm_config.scheduler_config.max_num_seqs
         self.max_visible_tokens = self._max_visible_tokens()
@@ -212,6 +218,7 @@ class CkvGather:
             min_query_tokens=int(envs.VLLM_B12X_MLA_CKV_GATHER_MIN_TOKENS),
             max_num_seqs=self.max_num_seqs,
             fewer_bytes_only=self.mode == "auto",
+            mixed=self.mixed,
         )
         self.byte_model = self._byte_model() if self.limits.fewer_bytes_only else None
 
@@ -282,6 +289,7 @@ class CkvGather:
         return {
             "VLLM_B12X_MLA_CKV_GATHER": self.mode if self.mode == "auto" else int(self.mode),
             "VLLM_B12X_MLA_CKV_GATHER_MIN_TOKENS": self.limits.min_query_tokens,
+            "VLLM_B12X_MLA_CKV_GATHER_MIXED": int(self.mixed),
             "VLLM_B12X_MLA_CKV_SHARD_SELECTION": int(self.shard_selection),
             "the capacity in visible tokens": self.max_visible_tokens,
             "--max-num-seqs": self.max_num_seqs,
@@ -410,14 +418,18 @@ class CkvGather:
         query_lens = torch.diff(common.query_start_loc_cpu)
         # Rows without query tokens are padding.
         num_requests = int((query_lens > 0).sum())
+        # vLLM sorts decodes before prompts.
+        ends = common.query_start_loc_cpu[1 : num_requests + 1]
+        num_decodes = int((ends <= num_decode_tokens).sum()) if num_decode_tokens else 0
+        prompts = slice(num_decodes, num_requests)
         lengths = common.seq_lens_cpu_upper_bound
         prefilling = common.is_prefilling
         facts = BatchFacts(
-            num_requests=num_requests,
-            num_prefilling=0 if prefilling is None else int(prefilling[:num_requests].sum()),
+            num_requests=num_requests - num_decodes,
+            num_prefilling=0 if prefilling is None else int(prefilling[prompts].sum()),
             num_query_tokens=int(query_lens.sum()),
             num_decode_tokens=num_decode_tokens,
-            visible_tokens=0 if lengths is None else int(lengths[:num_requests].sum()),
+            visible_tokens=0 if lengths is None else int(lengths[prompts].sum()),
             is_draft_layer=is_draft_layer,
             for_graph_capture=capturing,
             dual_batch_overlap=self.vllm_config.parallel_config.use_ubatching,
@@ -426,8 +438,9 @@ class CkvGather:
         spans: list[Span] = []
         if self.enabled and lengths is not None and num_decode_tokens < facts.num_query_tokens:
             lengths, query_lens = lengths[:num_requests].long(), query_lens[:num_requests].long()
-            spans = self.plan_spans(lengths.tolist(), query_lens.tolist(), rows)
-            pairs = int((query_lens * (lengths // self.pool_size)).sum())
+            spans = self.plan_spans(lengths.tolist(), query_lens.tolist(), rows, first=num_decodes)
+            rows -= num_decode_tokens
+            pairs = int((query_lens * (lengths // self.pool_size))[num_decodes:].sum())
             if self.shard_selection and shards_selection(
                 rows, pairs // max(rows, 1), self.dcp_world_size, self.pool_topk
             ):
@@ -436,8 +449,10 @@ class CkvGather:
                 shared_rows = [span.num_rows for span in spans if shares > 1]
                 facts = replace(
                     facts,
-                    gathered_bytes=self.byte_model.gathered(lengths.tolist(), shared_rows),
-                    ordinary_bytes=self.byte_model.ordinary(facts.num_query_tokens),
+                    gathered_bytes=self.byte_model.gathered(
+                        lengths[num_decodes:].tolist(), shared_rows
+                    ),
+                    ordinary_bytes=self.byte_model.ordinary(facts.num_prompt_tokens),
                 )
         decision = decide(facts, self.limits)
         num_windows = sum(span.num_windows for span in spans)
@@ -470,6 +485,8 @@ class CkvGather:
         seq_lens: Sequence[int],
         query_lens: Sequence[int],
         num_rows: int,
+        *,
+        first: int = 0,
         capacity: int | None = None,
     ) -> list[Span]:
         """Cut a batch to fit the reserved rows, see :func:`.windows.plan_spans`.
@@ -482,6 +499,7 @@ class CkvGather:
             capacity=self.max_visible_tokens if capacity is None else capacity,
             granule=self.geometry.get().window_granule,
             num_rows=num_rows,
+            first=first,
         )
 
     def _count(self, facts: BatchFacts, decision: Decision, num_windows: int) -> None:
@@ -490,7 +508,7 @@ class CkvGather:
             logger.debug(
                 "full-CKV gather auto: %d query tokens over %d visible tokens of %d requests, a "
                 "layer receives %d bytes gathered, %d ordinary: %s",
-                facts.num_query_tokens,
+                facts.num_prompt_tokens,
                 facts.visible_tokens,
                 facts.num_requests,
                 facts.gathered_bytes,
@@ -513,7 +531,8 @@ class CkvGather:
                 )
             counters.gathered_windows += num_windows
             counters.gathered_batches += 1
-            counters.gathered_query_tokens += facts.num_query_tokens
+            counters.mixed_batches += facts.num_decode_tokens > 0
+            counters.gathered_query_tokens += facts.num_prompt_tokens
             counters.gathered_visible_tokens += facts.visible_tokens
         else:
             if counters.ordinary[decision.reason] == 0 and decision.reason not in _EXPECTED:
@@ -662,18 +681,21 @@ class CkvGather:
         rows, and K pools to choose, see ``SparseMLAKernels.select_pools``.
 
         Returns:
-            pool ids (T, K) int32, the same on every rank. Valid until the next user of vLLM's
-            workspace.
+            pool ids (T - plan.first_row, K) int32 of the rows that gather, the same on every rank.
+            Valid until the next user of vLLM's workspace.
         """
         given = (kernels, index_cache, block_table, q_fp8, weights, req_id, pool_counts, topk)
+        first = plan.first_row
         if len(plan.spans) == 1:
             pool_ids = self._select_span(plan.spans[0], plan.selection_shares, *given)
         else:
-            pool_ids = torch.empty((q_fp8.shape[0], topk), dtype=torch.int32, device=q_fp8.device)
+            rows = q_fp8.shape[0] - first
+            pool_ids = torch.empty((rows, topk), dtype=torch.int32, device=q_fp8.device)
             for span in plan.spans:
-                pool_ids[span.rows] = self._select_span(span, plan.selection_shares, *given)
+                selected = self._select_span(span, plan.selection_shares, *given)
+                pool_ids[span.rows.start - first : span.rows.stop - first] = selected
         if self.debug:
-            debug.check_selection(pool_ids, req_id, pool_counts)
+            debug.check_selection(pool_ids, req_id[first:], pool_counts[first:])
         return pool_ids
 
     def _select_span(
@@ -700,8 +722,8 @@ class CkvGather:
             pages, page_table, selection = self.gather_index_keys(
                 window, kernels, index_cache, block_table, shares.exchanged_rows
             )
-            rows = slice(min(max(window.pool_rows.start, first), last), last)
-            if best is not None and rows.start == last:
+            rows = slice(max(window.pool_rows.start, first), last)
+            if best is not None and rows.start >= last:
                 continue
             first_pool = window.begin // self.pool_size
             seen = pool_counts[rows]
@@ -812,8 +834,8 @@ class CkvGather:
         token_ids: (T, W) int32, the selection. req_id: (T,) int32. query: (T, H, 512) bf16.
 
         Returns:
-            Output (T, H, 512) bf16 and natural log-sum-exp (T, H) float32, see
-            ``SparseMLAKernels.attend``.
+            Output (T - plan.first_row, H, 512) bf16 and natural log-sum-exp (T - plan.first_row, H)
+            float32 of the rows that gather, see ``SparseMLAKernels.attend``.
         """
 
         def attended(window: CkvWindow, first_row: int) -> tuple[int, torch.Tensor, torch.Tensor]:

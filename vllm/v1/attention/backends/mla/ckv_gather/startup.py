@@ -357,7 +357,7 @@ def _gathered_once(
     # The last request has as many rows as it can, the others have one each.
     others = len(lengths) - 1
     queries = [1] * others + [batch.num_tokens - others]
-    spans = gather.plan_spans(lengths, queries, batch.num_tokens, capacity)
+    spans = gather.plan_spans(lengths, queries, batch.num_tokens, capacity=capacity)
     plan = gather.layout_batch(lengths, spans, batch.device, selection_shares)
     # Every page of a request is page 0: what is packed does not matter, only how much.
     records = max(lengths) // gather.dcp_world_size + gather.geometry.get().interleave

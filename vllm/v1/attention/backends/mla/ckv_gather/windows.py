@@ -73,6 +73,7 @@ def plan_spans(
     capacity: int,
     granule: int,
     num_rows: int,
+    first: int = 0,
 ) -> list[Span]:
     """Cut a batch into spans: greedily, in the order of its requests.
 
@@ -81,18 +82,21 @@ def plan_spans(
     granule: tokens that windows of a context are a multiple of, so that what every rank stores of
         them begins with a page.
     num_rows: rows of the batch, with padding rows behind the last request's.
+    first: requests at the beginning that are left out, with their rows.
 
     Raises:
         ValueError: a request does not fit, and neither does a window of it.
     """
     spans: list[Span] = []
-    first_request = first_row = held = row = 0
+    first_request, held = first, 0
+    first_row = row = sum(query_lens[:first])
 
     def close(request: int) -> None:
         if request > first_request:
             spans.append(Span(slice(first_request, request), slice(first_row, row)))
 
-    for request, (length, queries) in enumerate(zip(seq_lens, query_lens, strict=True)):
+    for request in range(first, len(seq_lens)):
+        length, queries = seq_lens[request], query_lens[request]
         if held + length > capacity:
             close(request)
             first_request, first_row, held = request, row, 0
