@@ -441,6 +441,7 @@ class B12xMLASparseImpl(SparseMLACommonImpl[B12xMLASparseMetadata]):
         around :meth:`forward_mqa`, and that this batch's other rows skip.
         """
         count, manager = attn_metadata.num_decodes, layer.dcp_manager
+        assert attn_metadata.seq_lens is not None
         out, lse = self._attend_ordinary(
             manager.query_gather.inner(query[:num_rows]),
             kv_cache,

@@ -138,7 +138,7 @@ def test_a_rank_that_decides_alone_is_named(bank):
             rank.gather.limits = replace(rank.gather.limits, min_query_tokens=100)
 
     with pytest.raises(
-        RuntimeError, match=r"\[1, 34, 2, 34, 34, 1, 1\] on rank 0, \[0, 34, 2, 34, 34, 1, 1\] on"
+        RuntimeError, match=r"\[1, 34, 2, 34, 34, 1, 1\] on rank 0, \[0, 34, 2, 34, 34, 1, 0\] on"
     ):
         play(bank, change)
 

@@ -302,6 +302,14 @@ def test_the_first_batch_in_windows_is_logged_once(make_gather, make_common, mon
     assert "at most 524288 can be reserved" in lines[-1]
 
 
+def test_a_batch_that_stays_ordinary_is_not_cut(make_gather, make_common):
+    """Lengths of verification are bounds, and may lie beyond everything that is reserved."""
+    gather = make_gather(2, max_model_len=300)
+    common = make_common([40, 40], [301, 90], [False, True])
+    assert gather.plan_batch(common, num_decode_tokens=0, capturing=False) is None
+    assert gather.counters.gathered_windows == 0
+
+
 def test_a_window_is_staged_once_however_many_there_are(make_gather, make_common, monkeypatch):
     """What a plan takes of the memory that exists does not grow with the context."""
     monkeypatch.setenv("VLLM_B12X_MLA_CKV_GATHER_MAX_TOKENS", "512")

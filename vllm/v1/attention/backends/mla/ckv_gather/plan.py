@@ -434,12 +434,16 @@ class CkvGather:
             for_graph_capture=capturing,
             dual_batch_overlap=self.vllm_config.parallel_config.use_ubatching,
         )
-        rows, shares = common.num_actual_tokens, 1
+        rows, shares = common.num_actual_tokens - num_decode_tokens, 1
         spans: list[Span] = []
-        if self.enabled and lengths is not None and num_decode_tokens < facts.num_query_tokens:
+        decision = decide(facts, self.limits)
+        # Lengths are exact, and no longer than the model's, for batches that may gather alone. Only
+        # the bytes, the last reason, are still to be known.
+        if lengths is not None and decision.reason in (Reason.ELIGIBLE, Reason.NO_GAIN):
             lengths, query_lens = lengths[:num_requests].long(), query_lens[:num_requests].long()
-            spans = self.plan_spans(lengths.tolist(), query_lens.tolist(), rows, first=num_decodes)
-            rows -= num_decode_tokens
+            spans = self.plan_spans(
+                lengths.tolist(), query_lens.tolist(), common.num_actual_tokens, first=num_decodes
+            )
             pairs = int((query_lens * (lengths // self.pool_size))[num_decodes:].sum())
             if self.shard_selection and shards_selection(
                 rows, pairs // max(rows, 1), self.dcp_world_size, self.pool_topk
@@ -454,7 +458,7 @@ class CkvGather:
                     ),
                     ordinary_bytes=self.byte_model.ordinary(facts.num_prompt_tokens),
                 )
-        decision = decide(facts, self.limits)
+                decision = decide(facts, self.limits)
         num_windows = sum(span.num_windows for span in spans)
         if self.debug and self.dcp_world_size > 1:
             exchange.require_same(
@@ -504,7 +508,7 @@ class CkvGather:
 
     def _count(self, facts: BatchFacts, decision: Decision, num_windows: int) -> None:
         counters = self.counters
-        if self.byte_model is not None:
+        if facts.gathered_bytes:
             logger.debug(
                 "full-CKV gather auto: %d query tokens over %d visible tokens of %d requests, a "
                 "layer receives %d bytes gathered, %d ordinary: %s",
