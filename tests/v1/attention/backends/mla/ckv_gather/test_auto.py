@@ -49,6 +49,17 @@ def test_padding_rows_do_not_count(make_auto, make_common):
     assert plan(gather, make_common([17], [last], pad_rows=3)) is not None
 
 
+def test_decodes_beside_the_prompts_move_no_bytes(make_auto, make_common, monkeypatch):
+    """Neither their context on one side, nor their rows on the other."""
+    monkeypatch.setenv("VLLM_B12X_MLA_CKV_GATHER_MIXED", "1")
+    gather = make_auto(max_model_len=100_000)
+    last = gather.byte_model.break_even(17)
+    for visible in (last, last + 1):
+        batch = make_common([1, 17], [90_000, visible], [False, True])
+        made = gather.plan_batch(batch, num_decode_tokens=1, capturing=False)
+        assert (made is not None) == (visible == last)
+
+
 def test_one_stays_whenever_eligible(make_gather, make_common):
     gather = make_gather(max_model_len=100_000)
     assert gather.byte_model is None

@@ -92,3 +92,16 @@ def test_without_the_gather_no_selection_is_shared(make_gather, monkeypatch) -> 
     monkeypatch.setenv("VLLM_B12X_MLA_CKV_SHARD_SELECTION", "1")
     assert make_gather(4).shard_selection
     assert not make_gather(1).shard_selection
+
+
+@pytest.mark.parametrize(("visible", "shares"), [(87_060, 1), (87_200, 4)])
+def test_decodes_beside_prompts_do_not_share_a_selection_out(
+    make_gather, make_common, monkeypatch, visible, shares
+):
+    """Their pools would tip the balance of the first batch."""
+    monkeypatch.setenv("VLLM_B12X_MLA_CKV_SHARD_SELECTION", "1")
+    monkeypatch.setenv("VLLM_B12X_MLA_CKV_GATHER_MIXED", "1")
+    gather = make_gather(4, max_model_len=500_000, index_topk=2048)
+    common = make_common([1, 4096], [500_000, visible], [False, True])
+    plan = gather.plan_batch(common, num_decode_tokens=1, capturing=False)
+    assert plan is not None and (plan.first_row, plan.selection_shares) == (1, shares)
