@@ -97,7 +97,7 @@ def batches(draw) -> Batch:
         spare=draw(st.sampled_from([50, 50, 0, 1])),
         min_tokens=draw(st.sampled_from([0, 0, 0, 16])),
         max_num_seqs=draw(st.sampled_from([6, 6, 6, 3])),
-        decodes=draw(rarely),
+        decodes=draw(st.booleans()),
         capturing=draw(rarely),
         draft=draw(rarely),
         overlap=draw(rarely),
@@ -355,11 +355,15 @@ def test_case_4_the_last_batch_that_fits_and_the_first_that_does_not(world):
     assert lockstep.calls[0] == expected_calls(full, sizes)
 
 
+@pytest.mark.parametrize("chunk", [False, True])
 @pytest.mark.parametrize("mixed", [False, True])
-def test_decodes_meet_before_the_prompts_beside_them(mixed):
-    """Of two decodes and prompts of 17 and 5 rows; by default no decode is in a gather."""
+def test_decodes_meet_before_the_prompts_beside_them(mixed, chunk):
+    """Of two decodes and prompts of 17 and 5 rows; by default no decode is in a gather.
+
+    chunk: one of the decodes is a prompt's chunk of a single token.
+    """
     batch = replace(
-        PLAIN, rows=(17, 1, 5, 1), cached=(3, 300, 40, 9), prefilling=(True, False, True, False),
+        PLAIN, rows=(17, 1, 5, 1), cached=(3, 300, 40, 9), prefilling=(True, chunk, True, False),
         decodes=True, mixed=mixed,
     )  # fmt: skip
     lockstep, sizes = play(batch)
