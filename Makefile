@@ -48,12 +48,17 @@ $(OVERLAY): $(ENGINE) $(SOURCES)
 dev: install
 	$(VENV)/bin/python tools/dev_hook.py
 
-# An engine takes every core (two ranks), so its tests run after the others, one by one. One thread
-# each for the others: they share the cores already.
+# One thread each: tests and engines share the cores already. On GPUs an engine takes the memory, so
+# there its tests run after the others, one by one.
+PARALLEL := -n logical --maxprocesses 8 --dist loadscope
+test: export OMP_NUM_THREADS := 1
 test: install
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests --ignore=tests/v1/e2e \
-		-n logical --maxprocesses 8 --dist loadscope
+ifeq ($(HAS_GPU),1)
+	$(VENV)/bin/python -m pytest tests --ignore=tests/v1/e2e $(PARALLEL)
 	$(VENV)/bin/python -m pytest tests/v1/e2e
+else
+	$(VENV)/bin/python -m pytest tests $(PARALLEL)
+endif
 
 lint: install
 	$(VENV)/bin/python -m ruff check .
