@@ -36,6 +36,7 @@ MODULES = {
     "layout": ["test_layout.py", "test_plan.py"],
     "remap": ["test_remap.py", "test_plan.py"],
     "exchange": ["test_exchange_lockstep.py", "test_collectives.py"],
+    "windows": ["test_windows.py"],
 }
 
 # Mutants that change nothing, with the reason.

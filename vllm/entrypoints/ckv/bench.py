@@ -312,7 +312,7 @@ def draw(series: Sequence[Series], path: Path) -> None:
         ratios = {n: ratio for n in lengths if (ratio := _ratio(series, n)) is not None}
         other = axes.twinx()
         other.plot(list(ratios), list(ratios.values()), "k:", marker=".")
-        other.set_ylim(bottom=0)
+        other.set_ylim(0, 1.1 * max(1, *ratios.values()))
         other.set_ylabel(f"{series[0].label} / {series[1].label} (dotted)")
     save_figure(figure, path)
 

@@ -203,6 +203,18 @@ def test_case_18_a_cache_of_another_width_or_stride(shape, strides, parts):
         assert part in str(error.value)
 
 
+def test_rows_beyond_int32_are_refused():
+    frozen = g.FrozenGeometry()
+    frozen.freeze(make(64))
+    strides = (64 * 528, 528, 1)
+    # The last row of 2**25 pages of 64 records is the largest int32.
+    assert frozen.check_cache((2**25, 64, 528), strides) == 64
+    with pytest.raises(ValueError, match=r"2,147,483,711, row ids of int32 reach 2,147,483,647"):
+        frozen.check_cache((2**25 + 1, 64, 528), strides)
+    with pytest.raises(ValueError, match="row ids of int32"):
+        frozen.check_cache((2**25, 64, 528), (65 * 528, 528, 1))
+
+
 def test_geometry_needs_no_torch():
     # Loaded by path, because importing the package's parents imports vLLM itself.
     code = (

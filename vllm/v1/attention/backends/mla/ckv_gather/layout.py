@@ -15,9 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm.v1.attention.backends.mla.ckv_gather.geometry import POOLS_PER_INDEX_PAGE
-
-_INT32_MAX = 2**31 - 1
+from vllm.v1.attention.backends.mla.ckv_gather.geometry import MAX_ROW, POOLS_PER_INDEX_PAGE
 
 
 @dataclass(frozen=True)
@@ -88,10 +86,10 @@ def plan_layout(
     local_lens = lengths // chunk * interleave + rest.clamp(0, interleave)
     ends = local_lens.cumsum(1)
     padded = int(ends[:, -1].max()) if lengths.numel() else 0
-    if padded * dcp_world_size > _INT32_MAX:
+    if padded * dcp_world_size > MAX_ROW:
         raise ValueError(
             f"{padded * dcp_world_size} gathered rows do not fit int32 row ids, the limit is "
-            f"{_INT32_MAX}; lower the gather capacity"
+            f"{MAX_ROW}; lower the gather capacity"
         )
     return RankMajorLayout(local_lens, ends - local_lens, padded, int(lengths.sum()))
 
