@@ -13,10 +13,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from vllm.entrypoints.ckv import doctor as d
 from vllm.entrypoints.ckv.selftest import SelfTest, run_self_test
 from vllm.platforms.ckv_reference import environment
+from vllm.v1.attention.backends.mla.ckv_gather import metrics
+from vllm.v1.attention.backends.mla.ckv_gather.counters import GatherCounters
+from vllm.v1.attention.backends.mla.ckv_gather.eligibility import Reason
 from vllm.v1.attention.backends.mla.sparse_mla_kernels.torch_reference import TorchReferenceKernels
 
 TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
@@ -298,3 +302,38 @@ def test_a_provider_that_raises_is_a_problem(monkeypatch):
     report = d.Report()
     d.examine_kernels(report, use_gpu=False)
     assert report.problems == ["self-test of torch reference: no kernel image"]
+
+
+def scraped(folder: Path, *totals: GatherCounters) -> str:
+    for number, counters in enumerate(totals):
+        (folder / f"{number}.json").write_text(json.dumps(counters.as_dict()))
+    registry = CollectorRegistry()
+    registry.register(metrics.GatherCollector(folder))
+    return generate_latest(registry).decode()
+
+
+def test_a_servers_counters_are_shown_as_in_its_log(tmp_path):
+    counters = GatherCounters(gathered_batches=812, gathered_windows=815)
+    counters.ordinary[Reason.DECODE_TOKENS] = 10
+    report = d.Report()
+    d.examine_server(report, scraped(tmp_path, counters))
+    assert report.sections["server"] == {"engine 0": counters.summary()}
+    assert not report.notes and not report.problems
+
+
+def test_a_server_that_does_not_gather_is_told_why(tmp_path):
+    idle, refusing = GatherCounters(), GatherCounters()
+    refusing.ordinary.update({Reason.TOO_FEW_TOKENS: 5, Reason.DECODE_TOKENS: 2})
+    refusing.ordinary[Reason.DECODE_ONLY] = 99
+    report = d.Report()
+    d.examine_server(report, scraped(tmp_path, idle, refusing))
+    (note,) = report.notes
+    assert "engine 1 gathered none of 7 batches" in note and "too_few_tokens" in note
+    report = d.Report()
+    d.examine_server(report, "vllm:other_total 3.0\n")
+    assert "runs without the gather" in report.problems[0]
+
+
+def test_no_server_at_the_address(capsys):
+    assert d.main(["--url", "http://127.0.0.1:9"]) == 2
+    assert "no vLLM server answers" in capsys.readouterr().out

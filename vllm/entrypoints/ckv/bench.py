@@ -115,6 +115,18 @@ class Server:
         self.model = model or next(iter(served), "")
         self.max_model_len = served.get(self.model, {}).get("max_model_len")
 
+    def metrics(self) -> str:
+        """What ``/metrics`` answers.
+
+        Raises:
+            UsageError: it does not.
+        """
+        try:
+            with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
+                return answer.read().decode()
+        except OSError as error:
+            raise UsageError(f"{self.url}/metrics does not answer ({error})") from error
+
     def first_token_seconds(self, prompt: list[int]) -> float:
         """Send ``prompt`` and time the first token of the stream.
 

@@ -2,7 +2,8 @@
 """``vllm-ckv doctor``: what is installed, what this machine would run, and what would go wrong.
 
 The text is made to be pasted into a bug report: it names versions, flags and hardware, but no
-path, no key and no host. Starts no engine and writes nothing.
+path, no key and no host. Starts no engine and writes nothing. With ``--url`` it also shows what a
+running server has gathered.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Any
 
+from vllm.entrypoints.ckv.bench import Server
 from vllm.entrypoints.ckv.output import UsageError, check_folders, versions
 
 ENVIRONMENT = (
@@ -317,6 +319,32 @@ def examine_kernels(report: Report, use_gpu: bool) -> None:
         check(report.sections["hardware"]["kernels"], get_kernels, "cuda")
 
 
+def examine_server(report: Report, scraped: str) -> None:
+    """What a server has gathered since it started.
+
+    scraped: what its ``/metrics`` answered.
+    """
+    from vllm.v1.attention.backends.mla.ckv_gather import metrics
+    from vllm.v1.attention.backends.mla.ckv_gather.counters import NOT_PREFILL
+
+    values = report.sections["server"] = {}
+    for engine, counters in sorted(metrics.read(scraped).items()):
+        values[f"engine {engine}"] = counters.summary()
+        if not counters.gathered_batches and counters.prefill_batches:
+            reason = max(set(counters.ordinary) - NOT_PREFILL, key=counters.ordinary.__getitem__)
+            report.notes.append(
+                f"engine {engine} gathered none of {counters.prefill_batches:,} batches that held "
+                f"a prompt, most often for {reason.value}: its log has the first one's numbers"
+            )
+    if not values:
+        values["counters"] = "none"
+        report.problems.append(
+            "the server has no counters of ours: it runs without the gather, so start it with "
+            "VLLM_B12X_MLA_CKV_GATHER=1, --attention-backend B12X_MLA_SPARSE and "
+            "--decode-context-parallel-size above 1"
+        )
+
+
 def examine(*, self_test: bool = True) -> Report:
     """The whole examination of this process's environment."""
     from vllm.platforms.ckv_reference import declare_torchvision_ops
@@ -342,6 +370,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "and no keys: paste it into a bug report."
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report here")
+    parser.add_argument(
+        "--url", help="also show what this 'vllm serve' has gathered, http://HOST:PORT"
+    )
     parser.add_argument("--no-self-test", action="store_true", help="leave the self-test out")
 
 
@@ -349,10 +380,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command. Returns the exit status: 0 ready, 1 with problems, 2 for misuse."""
     try:
         check_folders(json=arguments.json)
+        scraped = None if arguments.url is None else Server(arguments.url).metrics()
     except UsageError as error:
         print(f"vllm-ckv doctor: {error}")
         return 2
     report = examine(self_test=not arguments.no_self_test)
+    if scraped is not None:
+        examine_server(report, scraped)
     print(report.text())
     if arguments.json is not None:
         document: Mapping[str, Any] = {**asdict(report), "ready": not report.problems}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Totals travel from a worker process to a scrape of the process that started it."""
 
+import json
 import os
 import subprocess
 import sys
@@ -79,6 +80,26 @@ def test_a_later_engine_of_the_process_takes_the_thread_over(tmp_path, monkeypat
     assert threads[0] is threads[1] is not threads[2]
     wait_for(tmp_path, 'vllm:ckv_gather_batches_total{engine="0"}', "5.0")
     wait_for(tmp_path, 'vllm:ckv_gather_batches_total{engine="1"}', "7.0")
+
+
+def test_a_scrape_is_read_back(tmp_path):
+    counters = GatherCounters(
+        gathered_batches=3,
+        gathered_windows=4,
+        mixed_batches=1,
+        gathered_query_tokens=600,
+        gathered_visible_tokens=700,
+        ckv_bytes=8,
+        dcp_bytes=7,
+    )
+    counters.ordinary[Reason.TOO_MANY_REQUESTS] = 2
+    for engine, totals in ((0, counters), (5, GatherCounters())):
+        (tmp_path / f"{engine}.json").write_text(json.dumps(totals.as_dict()))
+    registry = CollectorRegistry()
+    registry.register(metrics.GatherCollector(tmp_path))
+    read = metrics.read(generate_latest(registry).decode() + "vllm:other_total 3.0\n")
+    assert read == {"0": counters, "5": GatherCounters()}
+    assert metrics.read("vllm:other_total 3.0\n") == {}
 
 
 def check_durations(seen, engine):

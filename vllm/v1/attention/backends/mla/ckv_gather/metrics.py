@@ -34,6 +34,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from vllm.v1.attention.backends.mla.ckv_gather.counters import GatherCounters
+from vllm.v1.attention.backends.mla.ckv_gather.eligibility import Reason
+
 FOLDER = "CKV_METRICS_FOLDER"
 """Set by the process that serves metrics, for its workers; not meant to be set by people."""
 
@@ -87,6 +90,29 @@ def families(engines: Mapping[str, dict[str, Any]]) -> Iterator[Any]:
             below = zip(counts, accumulate(counts.values()), strict=True)
             seconds.add_metric([engine, kind], list(below), durations["total"])
     yield from (refused, received, seconds)
+
+
+def read(scraped: str) -> dict[str, GatherCounters]:
+    """The counters in what ``/metrics`` answered: data-parallel rank -> totals.
+
+    Without ``exchange_seconds``, whose bounds a scrape may show otherwise. Empty if there are none.
+    """
+    from prometheus_client.parser import text_string_to_metric_families
+
+    keys = {f"{PREFIX}_{name}_total": key for name, key, _ in _TOTALS}
+    engines: dict[str, GatherCounters] = {}
+    for family in text_string_to_metric_families(scraped):
+        for sample in family.samples:
+            if not sample.name.startswith(PREFIX):
+                continue
+            counters = engines.setdefault(sample.labels["engine"], GatherCounters())
+            if sample.name in keys:
+                setattr(counters, keys[sample.name], int(sample.value))
+            elif sample.name == f"{PREFIX}_ordinary_batches_total":
+                counters.ordinary[Reason(sample.labels["reason"])] = int(sample.value)
+            elif sample.name == f"{PREFIX}_received_bytes_total":
+                setattr(counters, f"{sample.labels['path']}_bytes", int(sample.value))
+    return engines
 
 
 class GatherCollector:
