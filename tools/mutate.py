@@ -31,7 +31,7 @@ SECONDS = 120
 
 # The fast tests of each module, cheapest first.
 MODULES = {
-    "geometry": ["test_geometry.py"],
+    "geometry": ["test_geometry.py", "test_windows.py"],
     "eligibility": ["test_eligibility.py"],
     "layout": ["test_layout.py", "test_plan.py"],
     "remap": ["test_remap.py", "test_plan.py"],

@@ -361,7 +361,7 @@ class FrozenGeometry:
                 f"{geometry.page_bytes} and a multiple of the record width {width}; align the "
                 "block to whole records"
             )
-        last = max(shape[0] - 1, 0) * (page_stride // width) + geometry.page_size - 1
+        last = (shape[0] - 1) * (page_stride // width) + geometry.page_size - 1
         if last > MAX_ROW:
             raise ValueError(
                 f"the latent cache has {shape[0]:,} pages, {page_stride:,} bytes apart: its last "
