@@ -11,7 +11,7 @@ import torch
 
 from vllm.platforms.ckv_reference import declare_torchvision_ops
 from vllm.v1.attention.backends.mla.ckv_gather import geometry as g
-from vllm.v1.attention.backends.mla.ckv_gather.workspace import WorkspacePlan
+from vllm.v1.attention.backends.mla.ckv_gather.workspace import KernelScratch, WorkspacePlan
 from vllm.v1.attention.backends.mla.sparse_mla_kernels.scratch import flashmla_shapes
 
 ROOT = Path(__file__).parents[1]
@@ -43,7 +43,7 @@ def test_the_readme_shows_what_the_tool_prints(tool, rows):
     begin = readme.index(f"| {' | '.join(tool.COLUMNS)} |")
     shown = [split(line) for line in readme[begin:].split("\n\n")[0].splitlines()]
     assert len(rows) == 2 + 6 * 4 and {len(row) for row in rows} == {len(tool.COLUMNS)}
-    column = tool.COLUMNS.index("b12x holds (MiB)")
+    column = tool.COLUMNS.index("workspace of b12x (MiB)")
     # Only the installed package knows.
     if find_spec("b12x") is None:
         for row in rows[2:] + shown[2:]:
@@ -80,7 +80,7 @@ def test_a_row_is_what_vllm_reserves(tool, rows, reserve, length, limit):
     capacity = geometry.capacity(max_tokens=limit, max_num_seqs=256)
     scratch = flashmla_shapes(max_records=4 * capacity, max_tokens=8192, num_heads=16, width=2051)
     plain = WorkspacePlan.from_geometry(geometry, limit, 256)
-    hopper = WorkspacePlan.from_geometry(geometry, limit, 256, tuple(scratch))
+    hopper = WorkspacePlan.from_geometry(geometry, limit, 256, KernelScratch(tuple(scratch)))
     sizes = [tool.mib(reserve(plan)) for plan in (plain, hopper)]
     assert row[2:8] == ["2,304", f"{length:,}", f"{limit:,}", f"{capacity:,}", *sizes]
 

@@ -32,8 +32,8 @@ COLUMNS = (
     "records/rank",
     "workspace (MiB)",
     "workspace on Hopper (MiB)",
+    "workspace of b12x (MiB)",
     "staging (MiB)",
-    "b12x holds (MiB)",
     "ordinary prefill peak (MiB)",
 )
 
@@ -68,10 +68,10 @@ def table(**options: int | str) -> str:
                 f"{length:,}",
                 f"{b12x.limit_tokens:,}",
                 f"{b12x.capacity_records:,}",
-                mib(b12x.workspace_bytes),
+                mib(b12x.workspace_bytes - b12x.scratch_bytes),
                 mib(hopper.workspace_bytes),
+                mib(b12x.workspace_bytes if b12x.scratch_bytes else None),
                 mib(b12x.staging_bytes),
-                mib(b12x.kernel_bytes if b12x.kernels == "b12x" else None),
                 mib(b12x.ordinary_peak_bytes),
             )
             lines.append(f"| {' | '.join(cells)} |")

@@ -317,7 +317,8 @@ class SimulatedRank:
             ring=RING,
             scale=SCALE,
         )
-        self.gather.freeze_and_reserve(self.kernels, shapes)
+        assert self.gather.freeze(self.kernels)
+        self.gather.reserve(self.kernels, shapes)
         workspace._manager.lock()
         self.manager = workspace._manager
 

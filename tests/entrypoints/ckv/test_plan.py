@@ -151,7 +151,7 @@ def test_sizes_are_those_of_the_runtime(sizes):
     # 131,328 records/rank at a page of 2,304.
     assert plan.capacity_records == 131_328
     workspace = WorkspacePlan.from_geometry(PageGeometry(2304, FP8_DS_MLA, 4, 4, 4), 524_288, 32)
-    assert plan.workspace_bytes == workspace.num_bytes
+    assert plan.workspace_bytes - plan.scratch_bytes == workspace.num_bytes
     assert plan.kv_block_bytes == 2 * 2304 * 561
     blocks = -(-(plan.workspace_bytes + plan.staging_bytes) // plan.kv_block_bytes)
     assert plan.kv_tokens_given_up == blocks * 2304 * 4
@@ -161,7 +161,8 @@ def test_sizes_are_those_of_the_runtime(sizes):
 def test_a_shared_selection_needs_its_bytes_only_where_others_do_not_have_them(sizes, max_tokens):
     """512 ids of 8,192 rows are 16 MiB; they come after the index keys, before the records."""
     plain, shared = (
-        make(sizes, max_tokens=max_tokens, shard_selection=share) for share in (False, True)
+        make(sizes, gpu="b200", max_tokens=max_tokens, shard_selection=share)
+        for share in (False, True)
     )
     # Index keys twice, as records of 132 bytes for each four tokens and as pages.
     index = 16 * 2**20 + 2 * 33 * max_tokens
@@ -187,7 +188,7 @@ def test_smaller_records(sizes):
 def test_hopper_scratch_is_the_providers(monkeypatch, sizes, heads):
     triton = pytest.importorskip("vllm.v1.attention.backends.mla.sparse_mla_kernels.triton")
     from vllm.v1.attention.backends.mla.ckv_gather.geometry import FP8_DS_MLA, PageGeometry
-    from vllm.v1.attention.backends.mla.ckv_gather.workspace import WorkspacePlan
+    from vllm.v1.attention.backends.mla.ckv_gather.workspace import KernelScratch, WorkspacePlan
 
     monkeypatch.setattr(triton, "_flashmla", lambda: object())
     plan = make(replace(sizes, heads=2 * heads), gpu="h200", tp=2, dcp=2)
@@ -197,9 +198,9 @@ def test_hopper_scratch_is_the_providers(monkeypatch, sizes, heads):
         num_heads=heads,
         width=p.list_width(sizes),
     )
-    assert bool(theirs) == (heads <= 128) == bool(plan.flashmla_bytes)
+    assert bool(theirs) == (heads <= 128) == bool(plan.scratch_bytes)
     geometry = PageGeometry(plan.page_tokens, FP8_DS_MLA, 4, 4, 2)
-    workspace = WorkspacePlan.from_geometry(geometry, 524_288, 32, tuple(theirs))
+    workspace = WorkspacePlan.from_geometry(geometry, 524_288, 32, KernelScratch(tuple(theirs)))
     assert plan.workspace_bytes == workspace.num_bytes
     assert ("of it for FlashMLA" in p.describe(plan)) == (heads <= 128)
 
@@ -216,24 +217,56 @@ def test_lists_are_as_wide_as_vllms(sizes):
         assert mine == get_sparse_topk_buffer_width(config)
 
 
-SHARED = ["pack_records", "pack_pools", "unpack_pools", "write_pools", "merge_pool_candidates"]
-SHARED += ["expand_pools", "remap", "filter_local"]
+class Shared(SimpleNamespace):
+    """In place of the provider that b12x shares operations with."""
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: None
 
 
-def test_what_b12x_holds_is_what_it_would_allocate(sizes):
+def test_what_b12x_takes_is_what_it_asks_for(monkeypatch, sizes):
     pytest.importorskip("b12x")
     import torch
 
+    from vllm.v1.attention.backends.mla.ckv_gather.geometry import FP8_DS_MLA, PageGeometry
+    from vllm.v1.attention.backends.mla.ckv_gather.workspace import KernelScratch, WorkspacePlan
     from vllm.v1.attention.backends.mla.sparse_mla_kernels import b12x as provider
 
+    monkeypatch.setattr(provider.B12xKernels, "_prepare", lambda self, device: None)
+    monkeypatch.setattr(provider, "compile_own", lambda sizes, device: None)
     plan = make(sizes)
     assert plan.kernels == "b12x"
-    kernels = provider.B12xKernels(SimpleNamespace(**dict.fromkeys(SHARED)))
-    kernels._width = 2176
-    planned = provider.Sizes(2304, 528, (16, 64), 32, 512, 2051, 0.0442)
-    kernels._adopt(planned, provider.declare(planned, torch.device("cpu")), torch.device("cpu"))
-    held = (kernels._scratch, kernels._tables, kernels._lengths, kernels._capacity, kernels._ids)
-    assert plan.kernel_bytes == sum(tensor.nbytes for tensor in held)
+    kernels = provider.B12xKernels(Shared())
+    kernels.warm_up(
+        torch.device("cpu"),
+        head_counts=(16, 64),
+        index_heads=32,
+        pool_size=4,
+        topk=512,
+        width=p.list_width(sizes),
+        dcp_world_size=4,
+        interleave=4,
+        page_size=2304,
+        record_bytes=528,
+        scale=0.0442,
+    )
+    gathered, ordinary = (
+        KernelScratch(
+            tuple(
+                kernels.scratch_shapes(
+                    max_records=None, max_tokens=8192, num_heads=heads, width=p.list_width(sizes)
+                )
+            ),
+            tuple(kernels.selection_scratch_shapes()),
+        )
+        for heads in (16, 64)
+    )
+    geometry = PageGeometry(2304, FP8_DS_MLA, 4, 4, 4)
+    workspace = WorkspacePlan.from_geometry(geometry, 524_288, 32, gathered)
+    assert plan.workspace_bytes == workspace.num_bytes > ordinary.num_bytes == plan.kernel_bytes
+    said = p.describe(plan)
+    assert f"{size(plan.scratch_bytes)} of it for b12x" in said
+    assert f"b12x takes {size(plan.kernel_bytes)}/GPU of the workspace with the gather off" in said
     # Twelve heads a rank are no multiple of 8: the Triton kernels serve, and hold what they do.
     other = make(replace(sizes, heads=48))
     assert (other.kernels, other.kernel_bytes) == ("Triton", 64 << 20)
@@ -244,7 +277,8 @@ def test_what_cannot_be_known_is_said(monkeypatch, sizes, capsys):
     monkeypatch.setattr(p, "find_spec", lambda name: None if name == "b12x" else find_spec(name))
     plan = make(sizes)
     assert plan.kernel_bytes is None
-    assert "b12x holds more, unknown here: it is not installed" in p.describe(plan)
+    assert plan.scratch_bytes == 0
+    assert "b12x takes more, unknown here: it is not installed" in p.describe(plan)
     assert "Triton holds 84.4 MB/GPU more" in p.describe(make(sizes, gpu="h200"))
     assert "Triton holds 67.1 MB/GPU more" in p.describe(make(sizes, gpu="b200"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

@@ -172,11 +172,7 @@ class Recorder:
         """Memory that has to stay where it is while the engine serves."""
         kernels = self.kernels
         tensors = {
-            "scratch": kernels._scratch,
-            "tables": kernels._tables,
-            "lengths": kernels._lengths,
             "capacity": kernels._capacity,
-            "columns": kernels._ids,
             "workspace": current_workspace_manager()._current_workspaces[0],
         }
         for name, layer in worker.vllm_config.compilation_config.static_forward_context.items():

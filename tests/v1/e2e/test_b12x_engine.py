@@ -207,12 +207,10 @@ def test_tensors_of_a_launch_lie_apart_and_where_they_should(recorded, rank):
     record = recorded[2][rank]
     (event,) = events(record, "held")
     held = event["places"]
-    assert {name for name in held if not name.startswith("cache of")} == {
-        "scratch", "tables", "lengths", "capacity", "columns", "workspace"
-    }  # fmt: skip
+    assert {name for name in held if not name.startswith("cache of")} == {"capacity", "workspace"}
     # All caches are views of one allocation, pages interleaved.
     unique = {tuple(place) for place in held.values()}
-    assert len(unique) == 7
+    assert len(unique) == 3
     assert not any(overlap(a, b) for a, b in combinations(unique, 2))
     gathers = [gathers for group in STEPS.values() for _, gathers in group]
     of_batch = [gathered for gathered in gathers for _ in range(3 * DSA_LAYERS)]
@@ -226,14 +224,14 @@ def test_tensors_of_a_launch_lie_apart_and_where_they_should(recorded, rank):
         wanted = {
             "write": {"latents": "own", "cache": "cache", "slots": "own"},
             "select": {
-                "q": "own", "cache": source, "table": "tables", "lengths": "lengths",
-                "capacity": "capacity", "ids": "own", "scores": "own", "scratch": "scratch",
+                "q": "own", "cache": source, "table": "workspace", "lengths": "workspace",
+                "capacity": "capacity", "ids": "own", "scores": "own", "scratch": "workspace",
             },
         }.get(
             launch["kind"],
             {
-                "q": "own", "kv_cache": source, "ids": "columns", "lengths": "own",
-                "scratch": "scratch",
+                "q": "own", "kv_cache": source, "ids": "workspace", "lengths": "own",
+                "scratch": "workspace",
             },
         )  # fmt: skip
         assert lies == wanted
@@ -245,12 +243,29 @@ def test_what_is_held_outlives_the_last_launch(recorded, rank):
     kinds = [e["event"] for e in recorded[2][rank]]
     last = len(kinds) - kinds[::-1].index("launch")
     assert "freed" not in kinds[:last]
-    scratch = {
-        tuple(e["places"]["scratch"][:1])
-        for e in events(recorded[2][rank], "launch")
-        if "scratch" in e["places"]
-    }
-    assert len(scratch) == 1
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_scratch_is_at_one_place_for_each_kind_of_batch(recorded, rank):
+    """So a graph finds its own again: at the beginning, or behind what was gathered."""
+    (event,) = events(recorded[2][rank], "held")
+    begin, size = event["places"]["workspace"]
+    gathers = [gathers for group in STEPS.values() for _, gathers in group]
+    of_batch = [gathered for gathered in gathers for _ in range(3 * DSA_LAYERS)]
+    launches = events(recorded[2][rank], "launch", "serve")
+    places: dict[tuple[str, bool], set[int]] = {}
+    ends = []
+    for launch, gathered in zip(launches, of_batch, strict=True):
+        if "scratch" in launch["places"]:
+            kind = "select" if launch["kind"] == "select" else "attend"
+            first, length = launch["places"]["scratch"]
+            places.setdefault((kind, gathered), set()).add(first - begin)
+            ends.append(first - begin + length)
+    assert places["select", False] == places["attend", False] == {0}
+    for kind in ("select", "attend"):
+        (offset,) = places[kind, True]
+        assert offset > 0
+    assert max(ends) <= size
 
 
 @pytest.mark.parametrize("rank", range(RANKS))

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
-from math import lcm, prod
+from math import lcm
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm.entrypoints.ckv.output import (
     UsageError,
@@ -38,6 +38,9 @@ from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
     RecordFormat,
     max_index_pages,
 )
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backends.mla.ckv_gather.workspace import KernelScratch
 
 MODEL_TYPES = ("glm5_next", "glm5_next_text")
 RECORDS = {record.name: record for record in (FP8_DS_MLA, NVFP4_DS_MLA)}
@@ -257,8 +260,10 @@ class Plan:
     gpu_assumed: nobody named a GPU and there is none here.
     page_tokens: the page that vLLM chooses, on every rank.
     limit_tokens: visible tokens that buffers are reserved for, and that one window holds.
-    flashmla_bytes: the part of ``workspace_bytes`` that FlashMLA takes on Hopper.
-    kernels, kernel_bytes: see :func:`kernel_bytes`.
+    scratch_bytes: the part of ``workspace_bytes`` that b12x takes, or on Hopper FlashMLA.
+    kernels: that would serve.
+    kernel_bytes: what they take with the gather off, b12x of the workspace, Triton besides it;
+        None: b12x's sizes are its own to tell, and it is not installed here.
     ordinary_peak_bytes: what ordinary DCP prefill takes at its largest chunk, for comparison.
     kv_tokens_given_up: tokens of the KV cache of all ranks that the reserved bytes would have held.
     break_even_bytes: context up to which a gather moves fewer bytes. break_even_seconds: up to
@@ -281,7 +286,7 @@ class Plan:
     limit_tokens: int
     capacity_records: int
     workspace_bytes: int
-    flashmla_bytes: int
+    scratch_bytes: int
     kernels: str
     kernel_bytes: int | None
     staging_bytes: int
@@ -317,24 +322,21 @@ def list_width(sizes: ModelSizes) -> int:
     return -(-(sizes.index_topk + sizes.pool_size - 1) // 128) * 128
 
 
-def kernel_bytes(
-    sizes: ModelSizes, gpu: Gpu, page: int, record: RecordFormat, heads: Sequence[int]
-) -> tuple[str, int | None]:
-    """The kernels that would serve on ``gpu``, and the bytes that they hold besides the workspace.
+def b12x_scratch(
+    sizes: ModelSizes, page: int, record: RecordFormat, heads: Sequence[int]
+) -> list[KernelScratch] | None:
+    """What b12x takes of the workspace for each of ``heads``; None if it is not installed.
 
-    They hold them with the gather off as well. heads: that attention sees, of one rank and of all.
-    None: the sizes are b12x's to tell, and it is not installed here.
+    Empty: b12x has no kernel for one of the sizes, and Triton serves.
     """
-    from vllm.v1.attention.backends.mla.sparse_mla_kernels.scratch import triton_bytes
+    from vllm.v1.attention.backends.mla.ckv_gather.workspace import KernelScratch
 
-    if gpu.family != 120:
-        return "Triton", triton_bytes(gpu.family)
     if find_spec("b12x") is None:
-        return "b12x", None
+        return None
     try:
         from vllm.v1.attention.backends.mla.sparse_mla_kernels import b12x
     except ImportError:
-        return "b12x", None
+        return None
     try:
         planned = b12x.Sizes(
             page_size=page,
@@ -346,12 +348,17 @@ def kernel_bytes(
             scale=1.0,  # no size follows from it
         )
     except ValueError:
-        return "Triton", triton_bytes(gpu.family)  # serves sizes that b12x has no kernel for
+        return []
     import torch
 
     plans = b12x.declare(planned, torch.device("cpu"))
-    held = b12x.held_shapes(planned, plans, list_width(sizes)).values()
-    return "b12x", sum(prod(shape) * dtype.itemsize for shape, dtype in held)
+    selection = tuple(b12x.selection_scratch(plans))
+    return [
+        KernelScratch(
+            tuple(b12x.attention_scratch(planned, plans, count, list_width(sizes))), selection
+        )
+        for count in heads
+    ]
 
 
 def make_plan(
@@ -383,8 +390,15 @@ def make_plan(
         UsageError, ValueError: the sizes do not go together; the message has the remedy.
     """
     from vllm.v1.attention.backends.mla.ckv_gather.staging import device_bytes
-    from vllm.v1.attention.backends.mla.ckv_gather.workspace import WorkspacePlan
-    from vllm.v1.attention.backends.mla.sparse_mla_kernels.scratch import flashmla_shapes
+    from vllm.v1.attention.backends.mla.ckv_gather.workspace import (
+        NO_SCRATCH,
+        KernelScratch,
+        WorkspacePlan,
+    )
+    from vllm.v1.attention.backends.mla.sparse_mla_kernels.scratch import (
+        flashmla_shapes,
+        triton_bytes,
+    )
 
     _check(
         tp,
@@ -423,24 +437,31 @@ def make_plan(
     reserve = {"max_tokens": limit, "max_num_seqs": max_num_seqs}
     capacity = geometry.capacity(**reserve)
     local_heads = sizes.heads // tp
-    scratch: tuple[Any, ...] = ()
+    kernels, gathered, ordinary = "Triton", NO_SCRATCH, NO_SCRATCH
+    held: int | None = triton_bytes(gpu.family)
     if gpu.family == 90:
-        scratch = tuple(
-            flashmla_shapes(
-                max_records=dcp * capacity,
-                max_tokens=max_num_batched_tokens,
-                num_heads=local_heads,
-                width=list_width(sizes),
-            )
+        flashmla = flashmla_shapes(
+            max_records=dcp * capacity,
+            max_tokens=max_num_batched_tokens,
+            num_heads=local_heads,
+            width=list_width(sizes),
         )
+        gathered = KernelScratch(tuple(flashmla))
+    elif gpu.family == 120:
+        scratch = b12x_scratch(sizes, page, record, (local_heads, dcp * local_heads))
+        if scratch is None:
+            kernels, held = "b12x", None
+        elif scratch:
+            gathered, ordinary = scratch
+            kernels, held = "b12x", ordinary.num_bytes
     topk = sizes.index_topk // sizes.pool_size
     selection = (max_num_batched_tokens, topk) if shard_selection else (0, 0)
     sized = partial(WorkspacePlan.from_geometry, geometry, limit, max_num_seqs, selection=selection)
-    bare, workspace = sized(), sized(scratch)
-    kernels, held = kernel_bytes(sizes, gpu, page, record, (local_heads, dcp * local_heads))
+    bare = sized().num_bytes
+    workspace = max(sized(gathered).num_bytes, ordinary.num_bytes)
     staging = device_bytes(max_num_seqs, dcp, max_index_pages(limit, sizes.pool_size))
     block = block_bytes(sizes, page, record)
-    reserved = workspace.num_bytes + staging
+    reserved = workspace + staging
     model = ByteModel(
         dcp_world_size=dcp,
         interleave=interleave,
@@ -497,8 +518,8 @@ def make_plan(
         page_tokens=page,
         limit_tokens=limit,
         capacity_records=capacity,
-        workspace_bytes=workspace.num_bytes,
-        flashmla_bytes=workspace.num_bytes - bare.num_bytes,
+        workspace_bytes=workspace,
+        scratch_bytes=workspace - bare,
         kernels=kernels,
         kernel_bytes=held,
         staging_bytes=staging,
@@ -524,9 +545,12 @@ def describe(plan: Plan) -> str:
     sizes = plan.model
     chunk = plan.rows[0].context_tokens
     reserved = plan.workspace_bytes + plan.staging_bytes
-    flashmla = f", {size(plan.flashmla_bytes)} of it for FlashMLA" if plan.flashmla_bytes else ""
+    user = "b12x" if plan.kernels == "b12x" else "FlashMLA"
+    scratch = f", {size(plan.scratch_bytes)} of it for {user}" if plan.scratch_bytes else ""
     if plan.kernel_bytes is None:
-        held = f"{plan.kernels} holds more, unknown here: it is not installed"
+        held = f"{plan.kernels} takes more, unknown here: it is not installed"
+    elif plan.kernels == "b12x":
+        held = f"b12x takes {size(plan.kernel_bytes)}/GPU of the workspace with the gather off too"
     else:
         held = f"{plan.kernels} holds {size(plan.kernel_bytes)}/GPU more, with the gather off too"
     lines = [
@@ -538,7 +562,7 @@ def describe(plan: Plan) -> str:
         f"capacity        {plan.capacity_records:,} records/rank "
         f"({plan.limit_tokens:,} visible tokens, {plan.max_num_seqs} requests)",
         f"workspace       {size(reserved)}/GPU at most "
-        f"(ordinary prefill's own peak: {size(plan.ordinary_peak_bytes)}){flashmla}",
+        f"(ordinary prefill's own peak: {size(plan.ordinary_peak_bytes)}){scratch}",
         f"kernels         {held}",
         f"KV cache        {plan.kv_tokens_given_up:,} tokens given up, of all ranks together",
         f"fewer bytes     {_pays(plan.break_even_bytes, chunk, plan.max_model_len)}",

@@ -15,6 +15,7 @@ from vllm.platforms.ckv_reference import declare_torchvision_ops
 declare_torchvision_ops()
 
 from vllm.models.glm5next.b12x import sparse_indexer as module  # noqa: E402
+from vllm.v1.attention.backends.mla.ckv_gather.workspace import NO_SCRATCH  # noqa: E402
 
 Stock = module.SparseAttnIndexerKpool
 Ours = module.B12xSparseAttnIndexer
@@ -119,7 +120,7 @@ class Recorder:
     def write_pools(self, k, gate, ape, index_cache, pool_slots, *others) -> None:
         self.pool_slots = pool_slots.tolist()
 
-    def select_pools(self, q, weights, pages, table, req_id, visible_pools, topk):
+    def select_pools(self, q, weights, pages, table, req_id, visible_pools, topk, scratch):
         self.read = pages
         return torch.full((q.shape[0], topk), -1), torch.zeros(q.shape[0], topk)
 
@@ -161,6 +162,7 @@ def test_a_draft_layer_ignores_the_plan_and_slots_of_rejected_tokens(monkeypatch
         is_draft=is_draft,
         gather=SimpleNamespace(
             debug=False,
+            ordinary_scratch=NO_SCRATCH,
             select_pools=lambda plan, *others: torch.full((3, 8), -1) if plan else None,
         ),
     )

@@ -147,7 +147,14 @@ def _select_ordinary(
     if op.gather.debug and not op.is_draft:
         debug.check_index_pages(block_table, req_id, local_pools, cache)
     pool_ids, scores = kernels.select_pools(
-        q_fp8, weights, cache, block_table, req_id, local_pools, pool_topk
+        q_fp8,
+        weights,
+        cache,
+        block_table,
+        req_id,
+        local_pools,
+        pool_topk,
+        op.gather.ordinary_scratch.borrow_selection(),
     )
     if ownership is None:
         return pool_ids

@@ -358,8 +358,12 @@ class B12xMLASparseImpl(SparseMLACommonImpl[B12xMLASparseMetadata]):
             ring=op.tail_cache.get_kv_cache_spec(vllm_config).block_size,
             scale=self.scale,
         )
-        if not self.gather.freeze_and_reserve(self.kernels, shapes):
+        if not self.gather.freeze(self.kernels):
+            self.gather.reserve_again()
             return
+        device = self.topk_indices_buffer.device
+        startup.warm_up(self.gather, self.kernels, shapes, device)
+        self.gather.reserve(self.kernels, shapes)
         layers = vllm_config.compilation_config.static_forward_context.values()
         manager = next(
             (layer.dcp_manager for layer in layers if getattr(layer, "impl", None) is self), None
@@ -368,7 +372,7 @@ class B12xMLASparseImpl(SparseMLACommonImpl[B12xMLASparseMetadata]):
             self.gather,
             self.kernels,
             shapes,
-            self.topk_indices_buffer.device,
+            device,
             None if manager is None else manager.query_gather,
             None if manager is None else manager.combine,
         )
@@ -478,4 +482,5 @@ class B12xMLASparseImpl(SparseMLACommonImpl[B12xMLASparseMetadata]):
         )
         if self.gather.debug:
             debug.check_below("cache rows", rows, records.shape[0])
-        return self.kernels.attend(query, records, rows, counts, self.scale)
+        scratch = self.gather.ordinary_scratch.borrow_attention()
+        return self.kernels.attend(query, records, rows, counts, self.scale, scratch)

@@ -144,6 +144,8 @@ class Recording(TorchReferenceKernels):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[str, int]] = []
+        self.scratch: list[tuple[str, list]] = []
+        self.sizes: list[dict] = []
 
     def __getattribute__(self, name: str):
         value = super().__getattribute__(name)
@@ -155,19 +157,30 @@ class Recording(TorchReferenceKernels):
                 assert kwargs["head_counts"] == [2, 4] and kwargs["topk"] == SHAPES.pool_topk
             # Compiled before the first use.
             self.calls.append((name, 0 if name in SETUP else args[0].shape[0]))
-            if name == "attend" and len(args) > 5:
-                assert [tuple(tensor.shape) for tensor in args[5]] == [(3, 5)]
+            if name in ("attend", "select_pools"):
+                self.scratch.append((name, [tuple(tensor.shape) for tensor in args[-1]]))
+                for tensor in args[-1]:
+                    # In the workspace, and none of the arguments is lost with it.
+                    before = [other.clone() for other in args if isinstance(other, torch.Tensor)]
+                    tensor.fill_(-1)
+                    after = [other for other in args if isinstance(other, torch.Tensor)]
+                    assert all(map(torch.equal, before, after))
             return value(*args, **kwargs)
 
         def scratch_shapes(**sizes):
             self.calls.append((name, 0))
-            self.sizes = sizes
-            return [((3, 5), torch.float32)]
+            self.sizes.append(sizes)
+            return [((3, 5 if sizes["max_records"] else 6), torch.float32)]
 
-        return scratch_shapes if name == "scratch_shapes" else call
+        def selection_scratch_shapes():
+            self.calls.append((name, 0))
+            return [((7,), torch.int32)]
+
+        own = {f.__name__: f for f in (scratch_shapes, selection_scratch_shapes)}
+        return own.get(name, call)
 
 
-SETUP = {"scratch_shapes", "warm_up"}
+SETUP = {"scratch_shapes", "selection_scratch_shapes", "warm_up"}
 OPERATIONS = {
     *SETUP,
     "write_records", "pack_records", "write_pools", "pack_pools", "unpack_pools", "select_pools",
@@ -218,14 +231,18 @@ def start(rank: int, world: int, changes: dict | None = None) -> dict:
 
     gather = plan_module.CkvGather(conftest.configuration(world, **(changes or {})))
     kernels = Recording()
-    first = gather.freeze_and_reserve(kernels, SHAPES)
+    first, device = gather.freeze(kernels), torch.device("cpu")
+    startup.warm_up(gather, kernels, SHAPES, device)
+    gather.reserve(kernels, SHAPES)
     before = stock.current_workspace_manager()._current_workspaces[0]
     stock.lock_workspace()
-    startup.run_everything_once(gather, kernels, SHAPES, torch.device("cpu"), query_gather, combine)
-    again = gather.freeze_and_reserve(kernels, SHAPES)
+    startup.run_everything_once(gather, kernels, SHAPES, device, query_gather, combine)
+    again = gather.freeze(kernels)
+    gather.reserve_again()
     return {
         "first": (first, again),
-        "setup": [name for name, _ in kernels.calls][:3],
+        "setup": [name for name, _ in kernels.calls][:6],
+        "scratch": kernels.scratch,
         "sizes": kernels.sizes,
         "operations": {name for name, _ in kernels.calls},
         "attended": [rows for name, rows in kernels.calls if name == "attend"],
@@ -242,10 +259,18 @@ def test_the_first_run_takes_every_operation_through_every_collective():
     for result in ranks:
         assert result["first"] == (True, False)
         assert result["operations"] == OPERATIONS
-        # Scratch is sized before the workspace is taken, and kernels compile before their use.
-        assert result["setup"] == ["scratch_shapes", "warm_up", "write_records"]
-        assert result["sizes"] == {
-            "max_records": 1280, "max_tokens": 6, "num_heads": 2, "width": 35
+        # Kernels compile before their use, and then know their scratch: of ordinary batches, which
+        # read a cache with the heads of all ranks, and of gathered ones.
+        asked = ["scratch_shapes", "selection_scratch_shapes"] * 2
+        assert result["setup"] == ["warm_up", *asked, "write_records"]
+        assert result["sizes"] == [
+            {"max_records": None, "max_tokens": 6, "num_heads": 4, "width": 35},
+            {"max_records": 1280, "max_tokens": 6, "num_heads": 2, "width": 35},
+        ]
+        ordinary = [("select_pools", [(7,)]), ("attend", [(3, 6)])]
+        assert result["scratch"][:4] == ordinary * 2
+        assert dict(result["scratch"][4:]) == {
+            "select_pools": [(7,)], "attend": [(3, 5)]
         }  # fmt: skip
         # One row and the largest batch on both ordinary runs, then three gathered lengths, and one
         # in two windows, both of which all rows see.
@@ -317,11 +342,11 @@ def test_a_new_page_size_after_the_first_call_names_both(make_gather, monkeypatc
     monkeypatch.setattr(exchange, "all_gather_facts", lambda facts, group: [facts, facts])
     try:
         gather = make_gather(2, freeze=False)
-        assert gather.freeze_and_reserve(TorchReferenceKernels(), SHAPES)
-        assert not gather.freeze_and_reserve(TorchReferenceKernels(), SHAPES)
+        assert gather.freeze(TorchReferenceKernels())
+        assert not gather.freeze(TorchReferenceKernels())
         gather.vllm_config.cache_config.block_size = 2304
         with pytest.raises(RuntimeError, match=r"page_size 256.*page_size 2304"):
-            gather.freeze_and_reserve(TorchReferenceKernels(), SHAPES)
+            gather.freeze(TorchReferenceKernels())
     finally:
         stock.reset_workspace_manager()
 
@@ -332,7 +357,7 @@ def test_index_pages_of_32_pools_are_refused_at_the_freeze(make_gather, monkeypa
     monkeypatch.setattr(exchange, "all_gather_facts", lambda facts, group: [facts])
     gather = make_gather(2, freeze=False, block_size=block_size)
     with pytest.raises(ValueError) as error:
-        gather.freeze_and_reserve(TorchReferenceKernels(), SHAPES)
+        gather.freeze(TorchReferenceKernels())
     for part in (f"page_size {block_size}", "64 pools", "(256 tokens)", "--block-size"):
         assert part in str(error.value)
     assert not gather.geometry.is_frozen

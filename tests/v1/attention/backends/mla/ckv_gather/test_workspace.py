@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from vllm.platforms.ckv_reference import declare_torchvision_ops
 from vllm.v1.attention.backends.mla.ckv_gather import geometry as g
 from vllm.v1.attention.backends.mla.ckv_gather.layout import plan_index_pages, plan_layout
-from vllm.v1.attention.backends.mla.ckv_gather.workspace import WorkspacePlan
+from vllm.v1.attention.backends.mla.ckv_gather.workspace import KernelScratch, WorkspacePlan
 
 # vLLM's workspace module imports torchvision, which needs this beside a CPU build of torch.
 declare_torchvision_ops()
@@ -113,7 +113,8 @@ def test_case_1_the_line_at_start(make_gather, monkeypatch, manager):
     monkeypatch.setattr(exchange, "all_gather_facts", lambda facts, group: [facts])
     gather = make_gather(4, freeze=False, block_size=2304, max_model_len=1_000_000, max_num_seqs=32)
     shapes = startup.LayerShapes(8192, 16, 2051, 512, 32, 4, 0.1)
-    gather.freeze_and_reserve(TorchReferenceKernels(), shapes)
+    assert gather.freeze(TorchReferenceKernels())
+    gather.reserve(TorchReferenceKernels(), shapes)
     assert lines == [
         "full-CKV gather: on, page 2304 tokens, capacity 131,328 records/rank, workspace 264.5 "
         "MiB/GPU (limit 524,288 visible tokens), kernels TorchReferenceKernels"
@@ -221,9 +222,12 @@ def test_whatever_eligibility_admits_can_be_borrowed(lengths, world, interleave)
         stock.reset_workspace_manager()
 
 
-def test_scratch_lies_beside_the_buffers(manager):
-    scratch = (((3, 5), torch.float32), ((7,), torch.int32))
-    plan = WorkspacePlan.from_geometry(geometry(64), 512, 2, scratch)
+SCRATCH = (((3, 5), torch.float32), ((7,), torch.int32))
+
+
+def test_scratch_of_attention_lies_beside_the_records(manager):
+    kernels = KernelScratch(attention=SCRATCH)
+    plan = WorkspacePlan.from_geometry(geometry(64), 512, 2, kernels)
     plan.reserve()
     assert plan.num_bytes == allocated(manager).numel()
     buffers = plan.borrow_latents(layouts([100, 200], 4)[0])
@@ -233,6 +237,50 @@ def test_scratch_lies_beside_the_buffers(manager):
     assert buffers.scratch[0].shape == (3, 5)
     assert int(buffers.records.min()) == int(buffers.records.max()) == 7
     assert buffers.scratch[0].eq(1.5).all() and buffers.scratch[1].eq(9).all()
+
+
+@pytest.mark.parametrize("size", [1, 1 << 20])
+def test_scratch_of_a_selection_lies_beside_keys_pages_and_selection(manager, size):
+    """A small one and one that makes the index exchange the larger of the two."""
+    kernels = KernelScratch(selection=(((size,), torch.uint8), ((7,), torch.int32)))
+    plan = WorkspacePlan.from_geometry(geometry(64), 512, 2, kernels, (9, 8))
+    plan.reserve()
+    before = allocated(manager)
+    assert plan.num_bytes == before.numel()
+    manager.lock()
+    pools = layouts([100, 200], 4)[1]
+    index = plan.borrow_index(pools, plan_index_pages(pools.seq_lens)[1], 12)
+    tensors = (index.records, index.pages, index.selection, *index.scratch)
+    assert [tuple(tensor.shape) for tensor in index.scratch] == [(size,), (7,)]
+    for number, tensor in enumerate(tensors):
+        tensor.fill_(number)
+    for number, tensor in enumerate(tensors):
+        assert tensor.numel() and bool((tensor == number).all())
+    assert allocated(manager) is before
+
+
+def test_scratch_of_ordinary_batches_is_reserved_for_the_larger_operation(manager):
+    scratch = KernelScratch(attention=SCRATCH, selection=(((2, 300), torch.uint8),))
+    scratch.reserve()
+    assert scratch.num_bytes == allocated(manager).numel() == 768
+    manager.lock()
+    before = allocated(manager)
+    for borrow, shapes in (
+        (scratch.borrow_attention, [(3, 5), (7,)]),
+        (scratch.borrow_selection, [(2, 300)]),
+    ):
+        tensors = borrow()
+        assert [tuple(tensor.shape) for tensor in tensors] == shapes
+        assert tensors[0].data_ptr() == before.data_ptr()
+    assert allocated(manager) is before
+
+
+def test_kernels_that_take_no_scratch_need_no_workspace():
+    stock.reset_workspace_manager()
+    scratch = KernelScratch()
+    scratch.reserve()
+    assert scratch.borrow_attention() == scratch.borrow_selection() == []
+    assert scratch.num_bytes == 0
 
 
 def test_a_layout_of_other_ranks_is_refused():

@@ -128,7 +128,7 @@ def test_attention_capacities(record, name, mode):
     assert caps.latent_scale_per_token == (name == "nvfp4")
 
 
-def test_scratch_of_every_plan_is_bounded_and_one_buffer_holds_all():
+def test_scratch_is_the_maximum_over_all_plans_and_bounded():
     plans = provider.declare(provider.Sizes(**GLM | {"head_counts": (8, 16, 32, 64)}), CPU)
     needs = {name: provider._scratch_bytes(plan) for name, plan in plans.names()}
     assert len(needs) == 4 * 10 + 3
@@ -139,6 +139,16 @@ def test_scratch_of_every_plan_is_bounded_and_one_buffer_holds_all():
     assert 0 <= needs["decode/16 heads/8 rows"] - 8 * 33 * 16 * 1028 <= 8 * 1024
     # Tiled scores of 512 rows x 16,384 pools dominate a selection.
     assert needs["select/512 rows"] > 512 * 16384 * 4
+    sizes = provider.Sizes(**GLM)
+    for heads in (8, 16, 32, 64):
+        most = max(size for name, size in needs.items() if f"/{heads} heads/" in name)
+        own = ((most,), torch.uint8)
+        assert provider.attention_scratch(sizes, plans, heads, 2051) == [own]
+        rows = max(256, provider.extend_rows(heads))
+        narrow = ((rows, 2051), torch.int32)
+        assert provider.attention_scratch(sizes, plans, heads, 2176) == [own, narrow]
+    most = max(size for name, size in needs.items() if name.startswith("select"))
+    assert provider.selection_scratch(plans)[0] == ((most,), torch.uint8)
 
 
 def test_declaring_on_a_cuda_device_needs_no_device():
@@ -475,18 +485,171 @@ def test_the_lists_of_the_real_engine_are_wider_than_a_selection(monkeypatch):
         kernels.attend(q, records, ids, counts, SCALE)
 
 
+def scratch_of(shapes):
+    return [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
+
+
+def attention_shapes(kernels, heads=16):
+    return kernels.scratch_shapes(max_records=None, max_tokens=8192, num_heads=heads, width=2051)
+
+
 def test_results_do_not_lie_in_the_scratch(started):
     kernels, fake = started
     records = ref.quantize_records(torch.randn(50, 512))
+    scratch = scratch_of(attention_shapes(kernels))
     for rows in (2, 300):
-        arguments = attend_arguments(rows=rows) | {"records": records}
+        arguments = attend_arguments(rows=rows) | {"records": records, "scratch": scratch}
         arguments["counts"].fill_(1)
         out, lse = kernels.attend(**arguments)
         before = out.clone(), lse.clone()
-        kernels._scratch.fill_(0xFF)
+        scratch[0].fill_(0xFF)
         assert torch.equal(out, before[0]) and torch.equal(lse, before[1])
-    scratch = {launch.tensors["scratch"].data_ptr() for launch in fake.log}
-    assert scratch == {kernels._scratch.data_ptr()}
+    places = {launch.tensors["scratch"].data_ptr() for launch in fake.log}
+    assert places == {scratch[0].data_ptr()}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda scratch: scratch[:1], "1 tensors of scratch, need 3"),
+        (lambda scratch: [scratch[0][:-1], *scratch[1:]], r"scratch 0 is .* need at least"),
+        (lambda scratch: [scratch[0].short(), *scratch[1:]], r"scratch 0 is .*int16.*uint8"),
+        (lambda scratch: [scratch[0], scratch[1].repeat(2)[::2], scratch[2]], r"contiguous"),
+        (
+            lambda scratch: [torch.empty(scratch[0].numel() + 8).byte()[8:], *scratch[1:]],
+            r"scratch 0 starts at .*multiples of 16",
+        ),
+    ],
+)
+def test_scratch_that_does_not_fit_is_refused(started, change, message):
+    kernels, fake = started
+    scratch = change(scratch_of(kernels.selection_scratch_shapes()))
+    with pytest.raises(ValueError, match=message):
+        kernels.select_pools(**select_arguments(), scratch=scratch)
+    assert not fake.log
+
+
+@pytest.fixture
+def manager(monkeypatch):
+    from vllm.platforms.ckv_reference import declare_torchvision_ops
+
+    declare_torchvision_ops()
+    from vllm.v1.worker import workspace as stock
+
+    # It empties the accelerator's cache before it allocates; without one torch raises.
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    stock.reset_workspace_manager()
+    stock.init_workspace_manager(CPU)
+    yield stock.current_workspace_manager()
+    stock.reset_workspace_manager()
+
+
+def test_a_workspace_that_grew_after_the_reservation_leaves_no_stale_address(started, manager):
+    """As when another user of vLLM's workspace asks for more, later in the profiling run."""
+    from vllm.v1.attention.backends.mla.ckv_gather.workspace import KernelScratch
+
+    kernels, fake = started
+    scratch = KernelScratch(
+        tuple(attention_shapes(kernels)), tuple(kernels.selection_scratch_shapes())
+    )
+    scratch.reserve()
+    assert manager._current_workspaces[0].numel() == scratch.num_bytes
+    records = ref.quantize_records(torch.randn(50, 512))
+    arguments = attend_arguments(rows=3) | {"records": records}
+    arguments["counts"].fill_(1)
+
+    def launched():
+        fake.log.clear()
+        results = kernels.attend(**arguments, scratch=scratch.borrow_attention())
+        kernels.select_pools(**select_arguments(), scratch=scratch.borrow_selection())
+        first = manager._current_workspaces[0].data_ptr()
+        end = first + manager._current_workspaces[0].numel()
+        for launch in fake.log:
+            names = ["scratch", "table", "lengths"] if launch.kind == "select" else ["scratch"]
+            for name in names:
+                assert first <= launch.tensors[name].data_ptr() < end, (launch.kind, name)
+        assert [launch.kind for launch in fake.log] == ["decode", "select"]
+        return results
+
+    before, old = launched(), manager._current_workspaces[0]
+    manager.get_simultaneous(((scratch.num_bytes + 1,), torch.uint8))
+    manager.lock()
+    assert manager._current_workspaces[0].data_ptr() != old.data_ptr()
+    old.fill_(0xAB)
+    after = launched()
+    assert all(map(torch.equal, before, after)) and bool((old == 0xAB).all())
+
+
+def tensors_in(thing):
+    """Every tensor among the fields of ``thing``, of its fields, and so on."""
+    seen, todo, found = set(), [thing], []
+    while todo:
+        thing = todo.pop()
+        if isinstance(thing, torch.Tensor):
+            found.append(thing)
+        elif id(thing) not in seen and not isinstance(thing, type):
+            seen.add(id(thing))
+            if isinstance(thing, dict):
+                todo += thing.values()
+            elif isinstance(thing, list | tuple):
+                todo += thing
+            elif type(thing).__module__.startswith("b12x") and hasattr(thing, "__dict__"):
+                todo += vars(thing).values()
+    return found
+
+
+def test_what_the_package_prepares_keeps_no_address():
+    """Its own states and decode launches; what an extension compiles is called with addresses."""
+    launch = importlib.import_module("b12x.attention._shared.mla.kernel")
+    preparation = importlib.import_module("b12x.attention.dsa_indexer._preparation")
+    device = SimpleNamespace(identity=SimpleNamespace(sm_count=emulation.MULTIPROCESSORS))
+    plans = provider.declare(provider.Sizes(**GLM), CPU)
+    for row_plan in (plans.decode[16][3], plans.extend[16]):
+        state = row_plan.plan._materialize(None, device)
+        rows = row_plan.rows
+        ids = torch.zeros(rows, 2051, dtype=torch.int32)
+        cache = torch.zeros(1, 64, RECORD, dtype=torch.uint8)
+        q = torch.zeros(rows, 16, 512, dtype=torch.bfloat16)
+        given = [torch.empty(provider._scratch_bytes(row_plan.plan)).byte() for _ in range(2)]
+        for scratch in given:
+            binding = state.bind(
+                scratch=scratch,
+                q=q,
+                selected_indices=ids,
+                cache_seqlens_int32=ids[:, 0].contiguous(),
+                nsa_cache_seqlens_int32=ids[:, 0].contiguous(),
+                kv_cache=cache,
+            )
+            begin, end = scratch.data_ptr(), scratch.data_ptr() + scratch.numel()
+            views = tensors_in(binding.scratch)
+            assert len(views) > 1
+            assert all(begin <= view.data_ptr() <= end for view in views)
+        assert not tensors_in(state)
+        if state.caps.mode == "decode":
+            prepared = launch.prepare_unified_decode_launch(
+                q_all=q,
+                swa_k_cache=cache,
+                swa_indices=ids,
+                workspace=binding.scratch,
+                swa_page_size=64,
+                sm_count=state.sm_count,
+                scale_format_override=state.caps.scale_format,
+                model_type_override=state.caps.model_type,
+                fp8_rope_override=state.caps.fp8_rope,
+                return_lse=True,
+                controls={},
+            )
+            assert prepared.rows == rows and not tensors_in(prepared)
+    selection = emulation._Selection(plans.select[0].plan, [])
+    state = preparation._DsaIndexerState(selection.layout, None, {})
+    scratch = torch.empty(provider._scratch_bytes(plans.select[0].plan)).byte()
+    state.bind(
+        scratch=scratch,
+        real_page_table=torch.zeros(8, 4, dtype=torch.int32),
+        cache_seqlens_int32=torch.zeros(8, dtype=torch.int32),
+        active_width=torch.zeros(1, dtype=torch.int32),
+    )
+    assert not tensors_in(state)
 
 
 @pytest.mark.parametrize("gap", [0, PAGE_BYTES * 3])
@@ -525,10 +688,9 @@ def test_every_plan_is_prepared_once_in_the_warm_up_and_nothing_later(started):
     names = len(provider.DECODE_ROWS) + 1
     assert len(fake.prepared) == len(set(fake.prepared)) == 2 * names + 3 + 2
     assert all(plan.prepared is not None for _, plan in kernels.plans.names())
-    prepared, plans, scratch = list(fake.prepared), kernels.plans, kernels._scratch.data_ptr()
+    prepared, plans = list(fake.prepared), kernels.plans
     kernels.warm_up(CPU, pool_size=4, dcp_world_size=4, interleave=4, **GLM)
     assert (fake.prepared, kernels.plans) == (prepared, plans)
-    assert kernels._scratch.data_ptr() == scratch
     with pytest.raises(RuntimeError, match="cannot become"):
         kernels.warm_up(CPU, pool_size=4, dcp_world_size=4, interleave=4, **GLM | {"page_size": 64})
 
@@ -602,7 +764,8 @@ def test_every_cuda_graph_is_one_launch_in_the_same_scratch(
     assert (sizes[0], sizes[-1]) == (1, largest)
     record_only(fake, monkeypatch)
     for heads in (16, 64):
-        arguments = attend_arguments(rows=sizes[-1], heads=heads)
+        scratch = scratch_of(attention_shapes(kernels, heads))
+        arguments = attend_arguments(rows=sizes[-1], heads=heads) | {"scratch": scratch}
         for rows in sizes:
             fake.log.clear()
             part = {k: v[:rows] for k, v in arguments.items() if k in ("q", "row_ids", "counts")}
@@ -613,7 +776,7 @@ def test_every_cuda_graph_is_one_launch_in_the_same_scratch(
             expected = "decode" if rows <= provider.DECODE_ROWS[-1] else "extend"
             assert {launch.kind for launch in fake.log} == {expected}
             places = {launch.tensors["scratch"].data_ptr() for launch in fake.log}
-            assert places == {kernels._scratch.data_ptr()}
+            assert places == {scratch[0].data_ptr()}
 
 
 @pytest.mark.parametrize(

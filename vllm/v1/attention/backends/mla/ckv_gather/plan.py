@@ -65,7 +65,11 @@ from vllm.v1.attention.backends.mla.ckv_gather.windows import (
     merge_candidates,
     plan_spans,
 )
-from vllm.v1.attention.backends.mla.ckv_gather.workspace import WorkspacePlan
+from vllm.v1.attention.backends.mla.ckv_gather.workspace import (
+    NO_SCRATCH,
+    KernelScratch,
+    WorkspacePlan,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -207,6 +211,7 @@ class CkvGather:
         self.max_visible_tokens = self._max_visible_tokens()
         self.geometry = FrozenGeometry()
         self.workspace: WorkspacePlan | None = None
+        self.ordinary_scratch = NO_SCRATCH
         self.counters = GatherCounters()
         self.timer = ExchangeTimer(self.counters.exchange_seconds)
         self.counting_layer: str | None = None
@@ -300,10 +305,8 @@ class CkvGather:
             "index_kpool": self.pool_size,
         }
 
-    def freeze_and_reserve(self, kernels: SparseMLAKernels, shapes: LayerShapes) -> bool:
-        """Freeze the geometry from the final block size and reserve everything a batch borrows.
-
-        shapes: the layer's largest, for the scratch of ``kernels``.
+    def freeze(self, kernels: SparseMLAKernels) -> bool:
+        """Freeze the geometry from the final block size.
 
         Runs in the profiling run, once per layer; only the first call does anything new. Under
         DCP the first call compares :attr:`facts` over the ranks, so all of them have to make it.
@@ -335,15 +338,31 @@ class CkvGather:
         )
         geometry.check_index_page()
         self.geometry.freeze(geometry)
-        if first:
-            self._reserve(geometry, kernels, shapes)
+        if first and self.enabled:
+            geometry.check_window(
+                self.max_visible_tokens, max_model_len=self.vllm_config.model_config.max_model_len
+            )
         return first
 
-    def _reserve(
-        self, geometry: PageGeometry, kernels: SparseMLAKernels, shapes: LayerShapes
-    ) -> None:
-        provider = type(kernels).__name__
+    def reserve(self, kernels: SparseMLAKernels, shapes: LayerShapes) -> None:
+        """Reserve everything a batch borrows: in the profiling run, once, behind :meth:`freeze`.
+
+        kernels: warmed up, so that they know what they take. shapes: the layer's largest.
+        """
+        geometry, provider = self.geometry.get(), type(kernels).__name__
+
+        def scratch(max_records: int | None, num_heads: int) -> KernelScratch:
+            attention = kernels.scratch_shapes(
+                max_records=max_records,
+                max_tokens=shapes.num_tokens,
+                num_heads=num_heads,
+                width=shapes.width,
+            )
+            return KernelScratch(tuple(attention), tuple(kernels.selection_scratch_shapes()))
+
+        self.ordinary_scratch = scratch(None, self.dcp_world_size * shapes.local_heads)
         if not self.enabled:
+            self.reserve_again()
             logger.info(
                 "full-CKV gather: off, page %d tokens, kernels %s: %s",
                 geometry.page_size,
@@ -351,26 +370,18 @@ class CkvGather:
                 self.why_off,
             )
             return
-        geometry.check_window(
-            self.max_visible_tokens, max_model_len=self.vllm_config.model_config.max_model_len
-        )
         capacity = geometry.capacity(
             max_tokens=self.max_visible_tokens, max_num_seqs=self.max_num_seqs
-        )
-        scratch = kernels.scratch_shapes(
-            max_records=self.dcp_world_size * capacity,
-            max_tokens=shapes.num_tokens,
-            num_heads=shapes.local_heads,
-            width=shapes.width,
         )
         self.workspace = WorkspacePlan.from_geometry(
             geometry,
             self.max_visible_tokens,
             self.max_num_seqs,
-            tuple(scratch),
+            scratch(self.dcp_world_size * capacity, shapes.local_heads),
             (shapes.num_tokens, shapes.pool_topk) if self.shard_selection else (0, 0),
         )
         device = self.workspace.reserve()
+        self.reserve_again()
         self._staging(device)
         self.timer.prepare(device)
         parallel = self.vllm_config.parallel_config
@@ -381,10 +392,17 @@ class CkvGather:
             "%.1f MiB/GPU (limit %s visible tokens), kernels %s",
             geometry.page_size,
             f"{capacity:,}",
-            self.workspace.num_bytes / 2**20,
+            max(self.workspace.num_bytes, self.ordinary_scratch.num_bytes) / 2**20,
             f"{self.max_visible_tokens:,}",
             provider,
         )
+
+    def reserve_again(self) -> None:
+        """Reserve for ordinary batches where the call is made: every micro-batch has a workspace.
+
+        Costs nothing where that has been done. A gathered batch has no micro-batches.
+        """
+        self.ordinary_scratch.reserve()
 
     def counts_for(self, layer_name: str) -> bool:
         """Whether the builder of ``layer_name`` counts its batches: the first one that asks.
@@ -578,8 +596,8 @@ class CkvGather:
 
         seq_lens: visible tokens of each request.
 
-        One transfer that the host does not wait for, into memory that :meth:`freeze_and_reserve`
-        took; valid until the next batches, see :mod:`.staging`.
+        One transfer that the host does not wait for, into memory that :meth:`reserve` took;
+        valid until the next batches, see :mod:`.staging`.
         """
         pieces = [span.pieces(seq_lens) for span in spans]
         layouts = self._layouts([lengths for windows in pieces for lengths, _ in windows], device)
@@ -723,7 +741,7 @@ class CkvGather:
         first, last = first + own.start, first + own.stop
         best: Candidates | None = None
         for window in span.windows:
-            pages, page_table, selection = self.gather_index_keys(
+            pages, page_table, selection, scratch = self.gather_index_keys(
                 window, kernels, index_cache, block_table, shares.exchanged_rows
             )
             rows = slice(max(window.pool_rows.start, first), last)
@@ -741,6 +759,7 @@ class CkvGather:
                 window.numbered(req_id[rows]),
                 seen,
                 topk,
+                scratch,
             )
             if best is None:
                 best = found
@@ -764,7 +783,7 @@ class CkvGather:
         index_cache: torch.Tensor,
         block_table: torch.Tensor,
         selection_rows: int = 0,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
         """Exchange the index keys of a window.
 
         block_table: (R, B) int32, of all requests of the batch.
@@ -772,8 +791,9 @@ class CkvGather:
 
         Returns:
             Planar pages (pages, 64, 132) uint8 in global pool order, their page table (R, W)
-            int32, and room for the selection (selection_rows, K) int32. Valid until the next user
-            of vLLM's workspace.
+            int32, room for the selection (selection_rows, K) int32, and the scratch that
+            ``kernels`` asked for. All but the table are valid until the next user of vLLM's
+            workspace.
         """
         assert self.workspace is not None
         group = get_dcp_group()
@@ -809,7 +829,7 @@ class CkvGather:
         # A size of -1 would be ambiguous for prompts below one pool, which have no page at all.
         num_pages = buffers.pages.shape[0]
         pages = buffers.pages.view(num_pages, POOLS_PER_INDEX_PAGE, INDEX_RECORD_BYTES)
-        return pages, layout.page_table, buffers.selection
+        return pages, layout.page_table, buffers.selection, buffers.scratch
 
     def _table_of(
         self, window: CkvWindow, block_table: torch.Tensor, per_page: int

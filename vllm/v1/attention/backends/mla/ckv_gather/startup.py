@@ -181,33 +181,15 @@ class _Batch:
         return self.zeros(*shape, dtype=dtype).fill_(-1)
 
 
-def run_everything_once(
-    gather: CkvGather,
-    kernels: SparseMLAKernels,
-    shapes: LayerShapes,
-    device: torch.device,
-    query_gather: Callable[..., torch.Tensor] | None,
-    combine: Callable[..., torch.Tensor] | None,
+def warm_up(
+    gather: CkvGather, kernels: SparseMLAKernels, shapes: LayerShapes, device: torch.device
 ) -> None:
-    """Run both paths on empty batches: one token, then the largest batch.
+    """Have ``kernels`` compile for the frozen geometry, and log how long it took.
 
-    All ranks of the DCP group have to call it, with the same shapes: it enters every collective
-    in one order. Ends with as little memory as it began with, the profiler keeps the peak. Logs
-    what it cost, most of which is compiling on a machine's first start.
-
-    query_gather, combine: the layer's DCP callables, None without DCP.
+    Most of a machine's first start is this.
     """
-    geometry = gather.geometry.get()
-    # Nothing profiles host memory, and the reference kernels would take minutes.
-    largest = shapes.num_tokens if device.type == "cuda" else min(shapes.num_tokens, 8)
-    cache = torch.zeros(
-        (1, geometry.page_size, geometry.record.record_bytes), dtype=torch.uint8, device=device
-    )
-    index_cache = torch.zeros(
-        (1, POOLS_PER_INDEX_PAGE, INDEX_RECORD_BYTES), dtype=torch.uint8, device=device
-    )
-    world = gather.dcp_world_size
-    moments = [_moment(device)]
+    geometry, world = gather.geometry.get(), gather.dcp_world_size
+    begin = _moment(device)
     kernels.warm_up(
         device,
         head_counts=sorted({shapes.local_heads, world * shapes.local_heads}),
@@ -221,7 +203,35 @@ def run_everything_once(
         record_bytes=geometry.record.record_bytes,
         scale=shapes.scale,
     )
-    moments.append(_moment(device))
+    logger.info("full-CKV gather: warming kernels up took %.1f s", _moment(device) - begin)
+
+
+def run_everything_once(
+    gather: CkvGather,
+    kernels: SparseMLAKernels,
+    shapes: LayerShapes,
+    device: torch.device,
+    query_gather: Callable[..., torch.Tensor] | None,
+    combine: Callable[..., torch.Tensor] | None,
+) -> None:
+    """Run both paths on empty batches: one token, then the largest batch.
+
+    All ranks of the DCP group have to call it, with the same shapes: it enters every collective
+    in one order. Ends with as little memory as it began with, the profiler keeps the peak. Logs
+    what it cost.
+
+    query_gather, combine: the layer's DCP callables, None without DCP.
+    """
+    geometry = gather.geometry.get()
+    # Nothing profiles host memory, and the reference kernels would take minutes.
+    largest = shapes.num_tokens if device.type == "cuda" else min(shapes.num_tokens, 8)
+    cache = torch.zeros(
+        (1, geometry.page_size, geometry.record.record_bytes), dtype=torch.uint8, device=device
+    )
+    index_cache = torch.zeros(
+        (1, POOLS_PER_INDEX_PAGE, INDEX_RECORD_BYTES), dtype=torch.uint8, device=device
+    )
+    moments = [_moment(device)]
     for num_tokens in dict.fromkeys((1, largest)):
         batch = _Batch(shapes, num_tokens, device)
         _write_once(kernels, batch, cache, index_cache, gather.pool_size)
@@ -231,8 +241,8 @@ def run_everything_once(
         _all_gathered_once(gather, kernels, _Batch(shapes, largest, device), cache, index_cache)
     moments.append(_moment(device))
     logger.info(
-        "full-CKV gather: first run of everything took %.1f s: kernels %.1f s, ordinary path %.1f "
-        "s, gathered path %.1f s",
+        "full-CKV gather: first run of everything took %.1f s: ordinary path %.1f s, gathered path "
+        "%.1f s",
         moments[-1] - moments[0],
         *(end - begin for begin, end in pairwise(moments)),
     )
@@ -317,7 +327,13 @@ def _ordinary_once(
     geometry, shapes, device = gather.geometry.get(), batch.shapes, batch.device
     table = torch.zeros((1, gather.max_pages), dtype=torch.int32, device=device)
     pool_ids, scores = kernels.select_pools(
-        *_index_queries(batch), index_cache, table, batch.zeros(), batch.zeros(), shapes.pool_topk
+        *_index_queries(batch),
+        index_cache,
+        table,
+        batch.zeros(),
+        batch.zeros(),
+        shapes.pool_topk,
+        gather.ordinary_scratch.borrow_selection(),
     )
     if gather.dcp_world_size > 1:
         pool_ids, _ = kernels.merge_pool_candidates(
@@ -338,7 +354,8 @@ def _ordinary_once(
         dcp_world_size=gather.dcp_world_size,
         interleave=geometry.interleave,
     )
-    out, lse = kernels.attend(query, cache.flatten(0, 1), rows, counts, shapes.scale)
+    scratch = gather.ordinary_scratch.borrow_attention()
+    out, lse = kernels.attend(query, cache.flatten(0, 1), rows, counts, shapes.scale, scratch)
     if combine is not None:
         bounds = torch.tensor([0, batch.num_tokens], dtype=torch.int32, device=device)
         combine(out, lse, seq_lens=bounds[1:], query_start_loc=bounds)

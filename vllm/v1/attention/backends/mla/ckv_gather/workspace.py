@@ -5,10 +5,15 @@ vLLM's workspace is one scratch allocation that every user starts at offset 0. I
 the profiling run, so that the memory profiler sees the bytes, and locked before serving. Asking
 again with the same shapes returns the same bytes and cannot grow the allocation.
 
-Two operations borrow, one after the other: the index exchange, then the latent exchange. Both get
-the same bytes, so the larger of the two counts. A borrowed buffer is valid until anybody else asks
-the manager: borrow once per operation, and list further scratch of the latent operation in
-``scratch`` instead of asking a second time.
+Operations borrow one after the other: the index exchange with the selection behind it, then the
+latent exchange with the attention behind it; of an ordinary batch the selection and the attention
+alone. All get the same bytes, so the largest of them counts. A borrowed buffer is valid until
+anybody else asks the manager: borrow once per operation, so scratch of the kernels is a part of the
+request of their exchange.
+
+Until vLLM locks the workspace, a larger request moves it; hence no address is kept between calls.
+CUDA graphs do keep addresses, as those of vLLM's own users do: all requests have been made in the
+profiling run, which comes before any capture.
 """
 
 from __future__ import annotations
@@ -40,7 +45,7 @@ class LatentBuffers:
     """Views of the borrowed workspace, cut to one batch. Contents are undefined.
 
     records: (N * padded, record_bytes), uint8.
-    scratch: whole tensors of the plan's ``scratch`` shapes.
+    scratch: whole tensors of the plan's ``kernels.attention`` shapes.
     """
 
     records: torch.Tensor
@@ -55,22 +60,56 @@ class IndexBuffers:
     pages: (pages, 8448), uint8. Planar pages of 64 pools in global order.
     selection: (N * S, K), int32. Pool ids of all rows, where each rank selects for a share of them;
         no row where every rank selects for all.
+    scratch: whole tensors of the plan's ``kernels.selection`` shapes.
     """
 
     records: torch.Tensor
     pages: torch.Tensor
     selection: torch.Tensor
+    scratch: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class KernelScratch:
+    """(shape, dtype) of what the kernels take beside their arguments, for one kind of batches.
+
+    attention: ``SparseMLAKernels.scratch_shapes``.
+    selection: ``SparseMLAKernels.selection_scratch_shapes``.
+    """
+
+    attention: tuple[Request, ...] = ()
+    selection: tuple[Request, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of workspace that :meth:`reserve` makes vLLM allocate."""
+        return max(_num_bytes(self.attention), _num_bytes(self.selection))
+
+    def reserve(self) -> None:
+        """Allocate :attr:`num_bytes` of workspace, for batches that borrow nothing else."""
+        _reserve(self.attention, self.selection)
+
+    def borrow_attention(self) -> list[torch.Tensor]:
+        """Scratch of an attention whose arguments are not in the workspace."""
+        return _take(self.attention)
+
+    def borrow_selection(self) -> list[torch.Tensor]:
+        """Scratch of a selection whose arguments are not in the workspace."""
+        return _take(self.selection)
+
+
+NO_SCRATCH = KernelScratch()
 
 
 @dataclass(frozen=True)
 class WorkspacePlan:
-    """The shapes of one process, all uint8 but ``selection`` and ``scratch``.
+    """The shapes of one process, all uint8 but ``selection`` and ``kernels``.
 
     latents: (N * capacity, record_bytes).
     index: (N * pool_capacity, 132).
     index_pages: (pages, 8448), room for every request to start on a page of its own.
     dcp_world_size: ranks N.
-    scratch: (shape, dtype) of further tensors that attention over the latents needs.
+    kernels: what selection and attention over the gathered keys and latents need.
     selection: (N * S, K) int32, pool ids of the largest batch; no row where no batch shares its
         selection out.
     """
@@ -79,7 +118,7 @@ class WorkspacePlan:
     index: Shape
     index_pages: Shape
     dcp_world_size: int
-    scratch: tuple[Request, ...] = ()
+    kernels: KernelScratch = NO_SCRATCH
     selection: Shape = (0, 0)
 
     @classmethod
@@ -88,7 +127,7 @@ class WorkspacePlan:
         geometry: PageGeometry,
         max_tokens: int,
         max_num_seqs: int,
-        scratch: tuple[Request, ...] = (),
+        kernels: KernelScratch = NO_SCRATCH,
         selection: Shape = (0, 0),
     ) -> WorkspacePlan:
         """Size the buffers for every batch of ``max_num_seqs`` requests that see ``max_tokens``.
@@ -107,14 +146,14 @@ class WorkspacePlan:
                 INDEX_PAGE_BYTES,
             ),
             dcp_world_size=world,
-            scratch=tuple(scratch),
+            kernels=kernels,
             selection=(RowShares(selection[0], world).exchanged_rows, selection[1]),
         )
 
     @property
     def latent_requests(self) -> tuple[Request, ...]:
         """What reserving and borrowing for the latent exchange both pass to the manager."""
-        return ((self.latents, torch.uint8), *self.scratch)
+        return ((self.latents, torch.uint8), *self.kernels.attention)
 
     @property
     def index_requests(self) -> tuple[Request, ...]:
@@ -123,6 +162,7 @@ class WorkspacePlan:
             (self.index, torch.uint8),
             (self.index_pages, torch.uint8),
             (self.selection, torch.int32),
+            *self.kernels.selection,
         )
 
     @property
@@ -132,11 +172,7 @@ class WorkspacePlan:
 
     def reserve(self) -> torch.device:
         """Allocate :attr:`num_bytes` of workspace (profiling run) and return where they lie."""
-        # The larger one first: the workspace grows by a second allocation otherwise.
-        requests = sorted((self.latent_requests, self.index_requests), key=_num_bytes)
-        for request in reversed(requests):
-            device = _take(request)[0].device
-        return device
+        return _reserve(self.latent_requests, self.index_requests)[0].device
 
     def borrow_latents(self, layout: RankMajorLayout) -> LatentBuffers:
         """Return the buffers of one batch's latent exchange out of the reserved bytes.
@@ -174,8 +210,10 @@ class WorkspacePlan:
                 f"the batch exchanges the selection of {selection_rows} rows, {self.selection[0]} "
                 "are reserved; select for all rows on every rank"
             )
-        index, pages, selection = _take(self.index_requests)
-        return IndexBuffers(index[:rows], pages[:num_pages], selection[:selection_rows])
+        index, pages, selection, *scratch = _take(self.index_requests)
+        return IndexBuffers(
+            index[:rows], pages[:num_pages], selection[:selection_rows], tuple(scratch)
+        )
 
     def _rows(self, what: str, layout: RankMajorLayout, reserved: int) -> int:
         if layout.dcp_world_size != self.dcp_world_size:
@@ -198,7 +236,17 @@ def _num_bytes(requests: tuple[Request, ...]) -> int:
     )
 
 
+def _reserve(*requests: tuple[Request, ...]) -> list[torch.Tensor]:
+    """Tensors of the last of ``requests`` that was made."""
+    # The larger one first: the workspace grows by a second allocation otherwise.
+    for request in sorted(requests, key=_num_bytes, reverse=True):
+        tensors = _take(request)
+    return tensors
+
+
 def _take(requests: tuple[Request, ...]) -> list[torch.Tensor]:
+    if not requests:
+        return []
     from vllm.v1.worker.workspace import current_workspace_manager
 
     return current_workspace_manager().get_simultaneous(*requests)

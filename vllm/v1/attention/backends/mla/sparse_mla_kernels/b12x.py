@@ -18,9 +18,11 @@ after the warm-up:
 * Attention of many rows goes through one plan per head count, in pieces of its row limit. Few rows
   are split over the columns, by one plan for every power of two.
 
-Results of b12x lie in the scratch of a plan and are copied out. That scratch is one buffer, as
-large as the largest plan needs, allocated in the warm-up; ordinary batches, which borrow nothing,
-need it as much as gathered ones, and captured graphs keep its address.
+Scratch comes from the caller with every call: in the engine out of vLLM's workspace, where it is
+reserved for the largest plan before the KV cache is sized, and shared with vLLM's other users. The
+workspace may move until it is locked. That does no harm: what b12x prepares holds programs and no
+addresses, and every call binds anew to the scratch that it is given. Results of b12x lie in it and
+are copied out, so nothing in it outlives a call.
 """
 
 import importlib
@@ -43,7 +45,7 @@ from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
     POOLS_PER_INDEX_PAGE,
 )
 
-from .base import INDEX_DIM, LATENT_DIM, Scratch, SparseMLAKernels
+from .base import INDEX_DIM, LATENT_DIM, Scratch, ScratchShapes, SparseMLAKernels
 from .triton import TritonKernels
 
 logger = init_logger(__name__)
@@ -301,24 +303,29 @@ def declare(sizes: Sizes, device: torch.device) -> Plans:
     )
 
 
-def held_shapes(
-    sizes: Sizes, plans: Plans, width: int
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """(shape, dtype) of what a process keeps for its calls, by name.
+def attention_scratch(sizes: Sizes, plans: Plans, heads: int, width: int) -> ScratchShapes:
+    """What attention of ``heads`` heads takes: for the largest plan, and narrower lists.
 
     width: columns of the lists that vLLM passes. Wider ones than ``sizes.width`` are copied.
     """
-    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        # One buffer for all plans: the largest need of one.
-        "scratch": ((max(_scratch_bytes(plan) for _, plan in plans.names()),), torch.uint8),
-        "tables": ((_TABLE_BYTES // 4,), torch.int32),
-        "lengths": ((SELECT_ROWS[-1],), torch.int32),
-        "capacity": ((1,), torch.int32),
-    }
+    row_plans = (*plans.decode[heads], plans.extend[heads])
+    shapes: ScratchShapes = [((_most_bytes(row_plans),), torch.uint8)]
     if width > sizes.width:
-        rows = max(DECODE_ROWS[-1], *(plan.rows for plan in plans.extend.values()))
-        shapes["ids"] = ((rows, sizes.width), torch.int32)
+        shapes.append(((max(plan.rows for plan in row_plans), sizes.width), torch.int32))
     return shapes
+
+
+def selection_scratch(plans: Plans) -> ScratchShapes:
+    """What a selection takes: for the largest plan, and page tables and lengths of rows."""
+    return [
+        ((_most_bytes(plans.select),), torch.uint8),
+        ((_TABLE_BYTES // 4,), torch.int32),
+        ((SELECT_ROWS[-1],), torch.int32),
+    ]
+
+
+def _most_bytes(row_plans: Sequence[RowPlan]) -> int:
+    return max(_scratch_bytes(row_plan.plan) for row_plan in row_plans)
 
 
 def _smallest(plans: Sequence[RowPlan], rows: int) -> RowPlan:
@@ -528,9 +535,8 @@ def page_units(pages: int, page_stride: int, unit: int) -> int:
 class B12xKernels:
     """:class:`~.base.SparseMLAKernels` on SM120 and SM121.
 
-    Keeps one scratch buffer, the page tables of one selection and the workspace of the Triton
-    provider, all allocated in :meth:`warm_up`; nothing enlarges them. Calls on one instance must be
-    ordered by one stream.
+    Keeps nothing but plans and one number. A call without scratch allocates it, which tools may do
+    and the engine never does.
 
     Sizes that b12x has no kernel for are served by ``shared`` altogether; the log says so.
 
@@ -554,8 +560,9 @@ class B12xKernels:
         self._dsa = importlib.import_module("b12x.attention.dsa_indexer")
         self._session: Any = None
         self._width = 0
-        self._scratch = self._tables = self._lengths = self._capacity = torch.empty(0)
-        self._ids: torch.Tensor | None = None
+        self._capacity = torch.empty(0)
+        self._attention_scratch: dict[int, ScratchShapes] = {}
+        self._selection_scratch: ScratchShapes = []
         self._shared = shared = TritonKernels() if shared is None else shared
         self.pack_records = shared.pack_records
         self.pack_pools = shared.pack_pools
@@ -567,10 +574,22 @@ class B12xKernels:
         self.filter_local = shared.filter_local
 
     def scratch_shapes(
-        self, *, max_records: int, max_tokens: int, num_heads: int, width: int
-    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """See :meth:`SparseMLAKernels.scratch_shapes`: none, the plans' buffer serves all calls."""
-        return []
+        self, *, max_records: int | None, max_tokens: int, num_heads: int, width: int
+    ) -> ScratchShapes:
+        """See :meth:`SparseMLAKernels.scratch_shapes`: the largest need of all plans."""
+        if self.passes_on:
+            return self._shared.scratch_shapes(
+                max_records=max_records, max_tokens=max_tokens, num_heads=num_heads, width=width
+            )
+        self._planned()
+        return self._attention_scratch[num_heads]
+
+    def selection_scratch_shapes(self) -> ScratchShapes:
+        """See :meth:`SparseMLAKernels.selection_scratch_shapes`."""
+        if self.passes_on:
+            return self._shared.selection_scratch_shapes()
+        self._planned()
+        return self._selection_scratch
 
     def _planned(self) -> tuple[Sizes, Plans]:
         if self.sizes is None or self.plans is None:
@@ -639,22 +658,15 @@ class B12xKernels:
             device = torch.device(device.type, torch.accelerator.current_device_index())
         # Its own attention and selection are not used here.
         self._shared.warm_up(device, head_counts=(), index_heads=0, **common)
-        self._adopt(sizes, declare(sizes, device), device)
+        self.sizes, self.plans = sizes, declare(sizes, device)
+        self._attention_scratch = {
+            heads: attention_scratch(sizes, self.plans, heads, width) for heads in sizes.head_counts
+        }
+        self._selection_scratch = selection_scratch(self.plans)
+        capacity = MAX_PAGES * POOLS_PER_INDEX_PAGE
+        self._capacity = torch.full((1,), capacity, dtype=torch.int32, device=device)
         self._prepare(device)
         compile_own(sizes, device)
-
-    def _adopt(self, sizes: Sizes, plans: Plans, device: torch.device) -> None:
-        """Take the plans and allocate what they share."""
-        self.sizes, self.plans = sizes, plans
-        held = {
-            name: torch.empty(shape, dtype=dtype, device=device)
-            for name, (shape, dtype) in held_shapes(sizes, plans, self._width).items()
-        }
-        self._scratch, self._tables, self._lengths = (
-            held[name] for name in ("scratch", "tables", "lengths")
-        )
-        self._ids = held.get("ids")
-        self._capacity = held["capacity"].fill_(MAX_PAGES * POOLS_PER_INDEX_PAGE)
 
     def _prepare(self, device: torch.device) -> None:
         """Compile and run every plan once, on inputs that select nothing, at its row limit.
@@ -668,6 +680,8 @@ class B12xKernels:
             device=device, autotune=False, compile_workers=0
         )
         sizes, plans = self._planned()
+        most = max(_scratch_bytes(plan) for _, plan in plans.names())
+        scratch = torch.empty(most, dtype=torch.uint8, device=device)
 
         def call(run: Any) -> Any:
             return preparation.PreparedCall(run=run)
@@ -680,7 +694,7 @@ class B12xKernels:
 
             def prepare(state: Any) -> Any:
                 binding = state.bind_for_preparation(
-                    scratch=self._scratch,
+                    scratch=scratch,
                     q=q,
                     selected_indices=ids,
                     cache_seqlens_int32=none,
@@ -704,7 +718,7 @@ class B12xKernels:
 
             def prepare(state: Any) -> Any:
                 binding = state.bind(
-                    scratch=self._scratch,
+                    scratch=scratch,
                     real_page_table=table,
                     cache_seqlens_int32=none,
                     active_width=self._capacity,
@@ -825,6 +839,7 @@ class B12xKernels:
         req_id: torch.Tensor,
         pool_counts: torch.Tensor,
         topk: int,
+        scratch: Scratch | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`SparseMLAKernels.select_pools`.
 
@@ -833,7 +848,7 @@ class B12xKernels:
         """
         if self.passes_on:
             return self._shared.select_pools(
-                q_fp8, weights, index_pages, page_table, req_id, pool_counts, topk
+                q_fp8, weights, index_pages, page_table, req_id, pool_counts, topk, scratch
             )
         sizes, plans = self._planned()
         heads, i32 = sizes.index_heads, [torch.int32]
@@ -861,18 +876,19 @@ class B12xKernels:
         if not columns or not page_table.shape[0] or not index_pages.shape[0]:
             return ids.fill_(-1), scores.fill_(-math.inf)
         q_fp8, weights = q_fp8.contiguous(), weights.contiguous()
+        bytes_, tables, all_lengths = _fitting(scratch, self._selection_scratch, device)
         # A piece may not begin in the middle of 16 bytes; all limits are multiples of 8 rows.
-        most = min(SELECT_ROWS[-1], self._tables.numel() // columns // 8 * 8)
+        most = min(SELECT_ROWS[-1], tables.numel() // columns // 8 * 8)
         for begin in range(0, rows, most):
             end = min(begin + most, rows)
             count = end - begin
-            table = self._tables[: count * columns].view(count, columns)
-            lengths = self._lengths[:count]
+            table = tables[: count * columns].view(count, columns)
+            lengths = all_lengths[:count]
             _launch_row_tables(page_table, req_id, pool_counts, table, lengths, units, begin)
             row_plan = _smallest(plans.select, count)
             binding = self._dsa.bind(
                 self._prepared(row_plan.plan, f"a selection for {count} rows"),
-                scratch=self._scratch,
+                scratch=bytes_,
                 q_fp8=q_fp8[begin:end],
                 query_weights=weights[begin:end],
                 index_k_cache=cache,
@@ -920,7 +936,7 @@ class B12xKernels:
         scale: float,
         scratch: Scratch | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :meth:`SparseMLAKernels.attend`. Records are contiguous; scratch is ignored.
+        """See :meth:`SparseMLAKernels.attend`. Records are contiguous.
 
         A list may be wider than a selection can fill, but only as many columns as a selection
         fills are read: ``topk * pool_size + pool_size - 1``.
@@ -971,15 +987,16 @@ class B12xKernels:
         lengths = torch.empty(rows, dtype=torch.int32, device=q.device)
         if self.check_rows:
             self._check_rows(row_ids, counts, sizes.width, records.shape[0])
+        bytes_, *ids = _fitting(scratch, self._attention_scratch[heads], q.device)
         row_plan = plans.attention(rows, heads)
         plan = self._prepared(row_plan.plan, f"attention of {rows} rows and {heads} heads")
         for begin in range(0, rows, row_plan.rows):
             part = slice(begin, min(begin + row_plan.rows, rows))
-            narrow = None if self._ids is None else self._ids[: part.stop - begin]
+            narrow = ids[0][: part.stop - begin] if ids else None
             _launch_lengths(row_ids[part], counts[part], lengths[part], narrow)
             binding = self._mla.bind(
                 plan,
-                scratch=self._scratch,
+                scratch=bytes_,
                 q=q[part],
                 kv_cache=records.unsqueeze(0),
                 selected_indices=row_ids[part] if narrow is None else narrow,
@@ -1004,6 +1021,30 @@ class B12xKernels:
             raise IndexError(f"query row {row} reads record {largest} of {records}")
         if bool((read[:, width:] >= 0).any()):
             raise IndexError(f"a query row reads past column {width}, where its list ends")
+
+
+def _fitting(
+    scratch: Scratch | None, shapes: ScratchShapes, device: torch.device
+) -> list[torch.Tensor]:
+    """The caller's scratch, checked; tensors of their own for a caller that gave none.
+
+    Raises:
+        ValueError: a tensor is missing, or smaller than was asked for.
+    """
+    if not scratch:
+        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
+    _check(
+        len(scratch) == len(shapes),
+        f"{len(scratch)} tensors of scratch, need {len(shapes)}",
+    )
+    for number, (tensor, (shape, dtype)) in enumerate(zip(scratch, shapes, strict=True)):
+        _check_tensor(f"scratch {number}", tensor, [dtype], (None, *shape[1:]))
+        _check(
+            tensor.shape[0] >= shape[0] and tensor.is_contiguous(),
+            f"scratch {number} is {tuple(tensor.shape)}, need at least {shape}, contiguous",
+        )
+        _check_aligned(f"scratch {number}", tensor, 16)
+    return list(scratch)
 
 
 def _scratch_bytes(plan: Any) -> int:

@@ -30,8 +30,10 @@ INDEX_DIM = INDEX_KEY_BYTES  # one e4m3 byte a dimension
 INDEX_SCALE_OFFSET = POOLS_PER_INDEX_PAGE * INDEX_DIM
 FP8_MAX = 448.0
 
+ScratchShapes: TypeAlias = list[tuple[tuple[int, ...], torch.dtype]]
+"""(shape, dtype) of each tensor."""
 Scratch: TypeAlias = Sequence[torch.Tensor]
-"""Tensors of the shapes of :meth:`SparseMLAKernels.scratch_shapes`, in that order."""
+"""Tensors of the shapes that a provider gave, in that order."""
 
 
 @runtime_checkable
@@ -45,19 +47,26 @@ class SparseMLAKernels(Protocol):
     """
 
     def scratch_shapes(
-        self, *, max_records: int, max_tokens: int, num_heads: int, width: int
-    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        self, *, max_records: int | None, max_tokens: int, num_heads: int, width: int
+    ) -> ScratchShapes:
         """What :meth:`attend` can use beside its arguments, to be reserved with the records.
 
+        To be asked after :meth:`warm_up`.
+
         Args:
-            max_records: rows of the largest ``records``.
+            max_records: rows of the largest ``records``; None for vLLM's own cache, whose size
+                follows from what is reserved.
             max_tokens: rows of the largest ``q``.
             num_heads: heads of ``q``.
             width: columns of ``row_ids``.
 
         Returns:
-            (shape, dtype) of each tensor; empty where scratch would not make it faster.
+            Empty where scratch would not make it faster.
         """
+        ...
+
+    def selection_scratch_shapes(self) -> ScratchShapes:
+        """The same for :meth:`select_pools`, to be reserved with the index keys."""
         ...
 
     def warm_up(
@@ -78,7 +87,7 @@ class SparseMLAKernels(Protocol):
         """Compile every kernel that serving uses and allocate what the provider keeps.
 
         To be called in the profiling run, so that the memory profiler sees the bytes. Afterwards
-        no method compiles, and what is allocated is results.
+        no method compiles, and what is allocated is results, if calls get the scratch they need.
 
         Args:
             device: where the tensors of all later calls lie.
@@ -236,6 +245,7 @@ class SparseMLAKernels(Protocol):
         req_id: torch.Tensor,
         pool_counts: torch.Tensor,
         topk: int,
+        scratch: Scratch | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose each row's best pools.
 
@@ -249,6 +259,7 @@ class SparseMLAKernels(Protocol):
             req_id: [T], int32. Request of each row, negative for padding.
             pool_counts: [T], int32. Pools the row may see.
             topk: pools to choose.
+            scratch: tensors of :meth:`selection_scratch_shapes`. Contents are lost.
 
         Returns:
             pool_ids: [T, topk], int32. At most ``topk`` visible pools: ascending ids; more:
@@ -378,7 +389,7 @@ class SparseMLAKernels(Protocol):
             counts: [T], int32. Columns that may be read; what lies past them is ignored.
             scale: softmax scale.
             scratch: tensors of :meth:`scratch_shapes`, or larger in the first dimension. Contents
-                are lost. Ignored if the call does not fit them.
+                are lost. What the call does not fit is left alone.
 
         Returns:
             out: [T, H, 512], bf16. 0 for a row without a valid id.

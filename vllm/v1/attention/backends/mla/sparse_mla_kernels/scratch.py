@@ -8,7 +8,7 @@ import torch
 
 from vllm.v1.attention.backends.mla.ckv_gather.geometry import INDEX_RECORD_BYTES
 
-from .base import LATENT_DIM
+from .base import LATENT_DIM, ScratchShapes
 
 LOGITS_BYTES = 32 << 20
 CANDIDATE_BYTES = 8 << 20
@@ -32,7 +32,7 @@ def flashmla_heads(heads: int) -> int:
 
 def flashmla_shapes(
     *, max_records: int, max_tokens: int, num_heads: int, width: int
-) -> list[tuple[tuple[int, ...], torch.dtype]]:
+) -> ScratchShapes:
     """What FlashMLA takes, as ``SparseMLAKernels.scratch_shapes`` gives it.
 
     Latents in bf16, row ids with masked columns; for head counts that are padded also a chunk of
@@ -42,7 +42,7 @@ def flashmla_shapes(
     if not padded:
         return []
     columns = -(-width // FLASHMLA_TOPK) * FLASHMLA_TOPK
-    shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
+    shapes: ScratchShapes = [
         ((max_records, LATENT_DIM), torch.bfloat16),
         ((max_tokens, columns), torch.int32),
     ]

@@ -24,6 +24,7 @@ from .base import (
     INDEX_SCALE_OFFSET,
     LATENT_DIM,
     SCALE_GROUP,
+    ScratchShapes,
 )
 
 _CHUNK_ELEMENTS = 1 << 24
@@ -222,10 +223,12 @@ class TorchReferenceKernels:
     def __init__(self, compute_dtype: torch.dtype = torch.float32) -> None:
         self.compute_dtype = compute_dtype
 
-    def scratch_shapes(
-        self, *, max_records: int, max_tokens: int, num_heads: int, width: int
-    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def scratch_shapes(self, **sizes) -> ScratchShapes:
         """See :meth:`SparseMLAKernels.scratch_shapes`: none."""
+        return []
+
+    def selection_scratch_shapes(self) -> ScratchShapes:
+        """See :meth:`SparseMLAKernels.selection_scratch_shapes`: none."""
         return []
 
     def warm_up(self, device, **sizes) -> None:
@@ -342,7 +345,9 @@ class TorchReferenceKernels:
         """See :meth:`SparseMLAKernels.check_index_cache`: whole pages."""
         index_planes(index_cache)
 
-    def select_pools(self, q_fp8, weights, index_pages, page_table, req_id, pool_counts, topk):
+    def select_pools(
+        self, q_fp8, weights, index_pages, page_table, req_id, pool_counts, topk, scratch=None
+    ):
         """See :meth:`SparseMLAKernels.select_pools`.
 
         A score is a pure function of (query, key): dot products are exact in fp64 and heads are

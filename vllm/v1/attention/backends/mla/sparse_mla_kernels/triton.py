@@ -31,7 +31,7 @@ from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
     POOLS_PER_INDEX_PAGE,
 )
 
-from .base import FP8_MAX, FP8_RECORD_BYTES, INDEX_DIM, LATENT_DIM, Scratch
+from .base import FP8_MAX, FP8_RECORD_BYTES, INDEX_DIM, LATENT_DIM, Scratch, ScratchShapes
 from .scratch import (
     CANDIDATE_BYTES,
     DEEPGEMM_KEYS,
@@ -1379,10 +1379,13 @@ class TritonKernels:
         return self._reserved[key]
 
     def scratch_shapes(
-        self, *, max_records: int, max_tokens: int, num_heads: int, width: int
-    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """See :meth:`SparseMLAKernels.scratch_shapes`: what FlashMLA takes, where it is used."""
-        if _flashmla() is None:
+        self, *, max_records: int | None, max_tokens: int, num_heads: int, width: int
+    ) -> ScratchShapes:
+        """See :meth:`SparseMLAKernels.scratch_shapes`: what FlashMLA takes, where it is used.
+
+        Records of a cache are not converted for it.
+        """
+        if max_records is None or _flashmla() is None:
             return []
         return flashmla_shapes(
             max_records=max_records, max_tokens=max_tokens, num_heads=num_heads, width=width
@@ -1547,7 +1550,13 @@ class TritonKernels:
         _check_index_pages(index_cache)
         _stride16(index_cache, "the index cache")
 
-    def select_pools(self, q_fp8, weights, index_pages, page_table, req_id, pool_counts, topk):
+    def selection_scratch_shapes(self) -> ScratchShapes:
+        """See :meth:`SparseMLAKernels.selection_scratch_shapes`: none, what it needs is held."""
+        return []
+
+    def select_pools(
+        self, q_fp8, weights, index_pages, page_table, req_id, pool_counts, topk, scratch=None
+    ):
         """See :meth:`SparseMLAKernels.select_pools`.
 
         Rows are scored in chunks whose scores fit a fixed buffer; a table of many pages only makes
