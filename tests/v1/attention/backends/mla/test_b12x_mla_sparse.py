@@ -287,6 +287,33 @@ def test_an_index_cache_that_b12x_cannot_select_from_is_refused_when_it_is_bound
         assert part in str(error.value)
 
 
+def test_the_first_layer_warms_up_then_reserves_then_runs_and_others_reserve(monkeypatch, gather):
+    """What to reserve is known once kernels are warm; every micro-batch has a workspace."""
+    calls: list[str] = []
+    impl = implementation(gather)
+    impl.num_heads, impl.scale = 8, 0.1
+    impl.topk_indices_buffer = torch.zeros(4, 2176, dtype=torch.int32)
+    impl.indexer.n_head = 8
+    impl.indexer.indexer_op.topk_tokens = 2048
+    impl.indexer.indexer_op.tail_cache = SimpleNamespace(
+        get_kv_cache_spec=lambda config: SimpleNamespace(block_size=4)
+    )
+    gather.vllm_config.scheduler_config.max_num_batched_tokens = 64
+    first = iter((True, False))
+    monkeypatch.setattr(gather, "freeze", lambda kernels: next(first))
+    for owner, name in (
+        (module.startup, "warm_up"),
+        (gather, "reserve"),
+        (module.startup, "run_everything_once"),
+        (gather, "reserve_again"),
+    ):
+        monkeypatch.setattr(owner, name, lambda *args, name=name: calls.append(name))
+    impl.reserve_workspace()
+    assert calls == ["warm_up", "reserve", "run_everything_once"]
+    impl.reserve_workspace()
+    assert calls[3:] == ["reserve_again"]
+
+
 def test_draft_and_target_share_one_gather_and_a_new_engine_gets_its_own(monkeypatch):
     register()
 

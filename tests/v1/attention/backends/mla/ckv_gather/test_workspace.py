@@ -275,6 +275,28 @@ def test_scratch_of_ordinary_batches_is_reserved_for_the_larger_operation(manage
     assert allocated(manager) is before
 
 
+def test_scratch_is_reserved_where_the_call_is_made(monkeypatch):
+    """vLLM has a workspace for every micro-batch, and locks them all at once."""
+    stock.reset_workspace_manager()
+    stock.init_workspace_manager(torch.device("cpu"), num_ubatches=2)
+    try:
+        scratch = KernelScratch(attention=SCRATCH)
+
+        def of_both(call):
+            results = []
+            for batch in (0, 1):
+                monkeypatch.setattr(stock, "dbo_current_ubatch_id", lambda batch=batch: batch)
+                results.append(call())
+            return results
+
+        of_both(scratch.reserve)
+        stock.lock_workspace()
+        first, second = of_both(scratch.borrow_attention)
+        assert first[0].data_ptr() != second[0].data_ptr()
+    finally:
+        stock.reset_workspace_manager()
+
+
 def test_kernels_that_take_no_scratch_need_no_workspace():
     stock.reset_workspace_manager()
     scratch = KernelScratch()

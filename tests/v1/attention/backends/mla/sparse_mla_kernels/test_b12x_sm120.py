@@ -166,21 +166,32 @@ def test_selection(kernels, frozen, gap, rows):
 
 
 def test_a_captured_graph_replays(kernels):
-    """Decode and selection inside a CUDA graph, with new ids and lengths at every replay."""
+    """Decode inside a CUDA graph, with new ids and lengths at every replay.
+
+    Scratch as the engine gives it: at a place of its own inside a larger buffer, the same for every
+    replay, and overwritten by others between two.
+    """
     width = kernels.sizes.record_bytes
     records = quantize(torch.randn(5000, 512).bfloat16(), width).cuda()
     q = torch.randn(8, 16, 512, device=CUDA).bfloat16()
     ids = torch.zeros(8, 2176, dtype=torch.int32, device=CUDA)
     counts = torch.zeros(8, dtype=torch.int32, device=CUDA)
+    (most, _), *_ = shapes = kernels.scratch_shapes(
+        max_records=None, max_tokens=8, num_heads=16, width=2176
+    )
+    workspace = torch.empty(most[0] + 256, dtype=torch.uint8, device=CUDA)
+    scratch = [workspace[256:]]
+    scratch += [torch.empty(shape, dtype=dtype, device=CUDA) for shape, dtype in shapes[1:]]
     kernels.attend(q, records, ids, counts, SCALE)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, lse = kernels.attend(q, records, ids, counts, SCALE)
+        out, lse = kernels.attend(q, records, ids, counts, SCALE, scratch)
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
         ids.copy_(torch.randint(0, 5000, (8, 2176), generator=generator))
         counts.copy_(torch.randint(1, 2052, (8,), generator=generator))
+        workspace.fill_(0xFF)
         graph.replay()
         eager, eager_lse = kernels.attend(q, records, ids, counts, SCALE)
         assert torch.equal(out, eager) and torch.equal(lse, eager_lse)
