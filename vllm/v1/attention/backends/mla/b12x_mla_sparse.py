@@ -36,7 +36,9 @@ from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows, fl
 from vllm.plugins.b12x_mla_sparse import MIN_CAPABILITY
 from vllm.v1.attention.backends.mla.ckv_gather import debug, startup
 from vllm.v1.attention.backends.mla.ckv_gather.geometry import FORMATS_ADVICE, POOLS_PER_INDEX_PAGE
+from vllm.v1.attention.backends.mla.ckv_gather.measuring import device_clock
 from vllm.v1.attention.backends.mla.ckv_gather.plan import CkvBatchPlan, CkvGather
+from vllm.v1.attention.backends.mla.ckv_gather.rehearsal import LayerShapes
 from vllm.v1.attention.backends.mla.sparse_mla_kernels import get_kernels
 from vllm.v1.attention.backends.mla.sparse_mla_kernels.base import LATENT_DIM
 
@@ -345,26 +347,14 @@ class B12xMLASparseImpl(SparseMLACommonImpl[B12xMLASparseMetadata]):
         if self.indexer is None:
             # The layer uses another one's selection, and that one has been here.
             return
-        vllm_config = self.gather.vllm_config
         assert self.topk_indices_buffer is not None
-        op = self.indexer.indexer_op
-        shapes = startup.LayerShapes(
-            num_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-            local_heads=self.num_heads,
-            width=self.topk_indices_buffer.shape[1],
-            pool_topk=op.topk_tokens // self.gather.pool_size,
-            # The indexer pads its heads to the 32 that the logits kernels take.
-            index_heads=max(self.indexer.n_head, 32),
-            ring=op.tail_cache.get_kv_cache_spec(vllm_config).block_size,
-            scale=self.scale,
-        )
+        shapes, device = self.layer_shapes(), self.topk_indices_buffer.device
         if not self.gather.freeze(self.kernels):
             self.gather.reserve_again()
             return
-        device = self.topk_indices_buffer.device
         startup.warm_up(self.gather, self.kernels, shapes, device)
         self.gather.reserve(self.kernels, shapes)
-        layers = vllm_config.compilation_config.static_forward_context.values()
+        layers = self.gather.vllm_config.compilation_config.static_forward_context.values()
         manager = next(
             (layer.dcp_manager for layer in layers if getattr(layer, "impl", None) is self), None
         )
@@ -375,6 +365,22 @@ class B12xMLASparseImpl(SparseMLACommonImpl[B12xMLASparseMetadata]):
             device,
             None if manager is None else manager.query_gather,
             None if manager is None else manager.combine,
+            device_clock(device),
+        )
+
+    def layer_shapes(self) -> LayerShapes:
+        """The largest shapes of a layer with an indexer."""
+        assert self.indexer is not None and self.topk_indices_buffer is not None
+        vllm_config, op = self.gather.vllm_config, self.indexer.indexer_op
+        return LayerShapes(
+            num_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+            local_heads=self.num_heads,
+            width=self.topk_indices_buffer.shape[1],
+            pool_topk=op.topk_tokens // self.gather.pool_size,
+            # The indexer pads its heads to the 32 that the logits kernels take.
+            index_heads=max(self.indexer.n_head, 32),
+            ring=op.tail_cache.get_kv_cache_spec(vllm_config).block_size,
+            scale=self.scale,
         )
 
     def do_kv_cache_update(

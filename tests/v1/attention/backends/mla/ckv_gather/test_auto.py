@@ -27,7 +27,7 @@ def plan(gather, batch, **changes):
 def test_it_gathers_exactly_while_that_moves_fewer_bytes(make_auto, make_common):
     gather = make_auto(max_model_len=100_000)
     chunk = 17
-    last = gather.byte_model.break_even(chunk)
+    last = gather.time_model.bytes.break_even(chunk)
     assert chunk < last < 100_000
     assert plan(gather, make_common([chunk], [last])) is not None
     assert plan(gather, make_common([chunk], [last + 1])) is None
@@ -39,13 +39,13 @@ def test_requests_are_added_up(make_auto, make_common):
     gather = make_auto(max_model_len=100_000)
     lengths = [5000, 7, 900]
     queries = [20, 7, 400]
-    expected = gather.byte_model.gains(sum(queries), lengths)
+    expected = gather.time_model.bytes.gains(sum(queries), lengths)
     assert (plan(gather, make_common(queries, lengths)) is not None) == expected
 
 
 def test_padding_rows_do_not_count(make_auto, make_common):
     gather = make_auto(max_model_len=100_000)
-    last = gather.byte_model.break_even(17)
+    last = gather.time_model.bytes.break_even(17)
     assert plan(gather, make_common([17], [last], pad_rows=3)) is not None
 
 
@@ -53,7 +53,7 @@ def test_decodes_beside_the_prompts_move_no_bytes(make_auto, make_common, monkey
     """Neither their context on one side, nor their rows on the other."""
     monkeypatch.setenv("VLLM_B12X_MLA_CKV_GATHER_MIXED", "1")
     gather = make_auto(max_model_len=100_000)
-    last = gather.byte_model.break_even(17)
+    last = gather.time_model.bytes.break_even(17)
     for visible in (last, last + 1):
         batch = make_common([1, 17], [90_000, visible], [False, True])
         made = gather.plan_batch(batch, num_decode_tokens=1, capturing=False)
@@ -62,7 +62,7 @@ def test_decodes_beside_the_prompts_move_no_bytes(make_auto, make_common, monkey
 
 def test_one_stays_whenever_eligible(make_gather, make_common):
     gather = make_gather(max_model_len=100_000)
-    assert gather.byte_model is None
+    assert gather.time_model is None
     assert plan(gather, make_common([17], [100_000])) is not None
 
 
@@ -122,7 +122,9 @@ def test_one_line_says_why_it_is_off(make_gather, monkeypatch, mode, changes, wo
 
 
 def test_the_model_is_that_of_the_configuration(make_auto):
-    model = make_auto(world=4, dcp_comm_backend="ag_rs", cp_kv_cache_interleave_size=16).byte_model
+    model = make_auto(
+        world=4, dcp_comm_backend="ag_rs", cp_kv_cache_interleave_size=16
+    ).time_model.bytes
     assert (model.dcp_world_size, model.interleave, model.pool_size) == (4, 16, 4)
     assert (model.local_heads, model.pool_topk, model.a2a) == (2, 32, False)
     assert model.record_bytes == 528
@@ -146,9 +148,9 @@ def test_inputs_are_in_the_debug_log_and_nothing_is_warned(make_auto, make_commo
     gather = make_auto(max_model_len=100_000)
     plan(gather, make_common([17], [100_000]))
     assert not warned
-    model = gather.byte_model
+    model = gather.time_model.bytes
     assert lines == [
-        "full-CKV gather auto: 17 query tokens over 100000 visible tokens of 1 requests, a layer "
-        f"receives {model.gathered([100_000])} bytes gathered, {model.ordinary(17)} ordinary: "
-        "no_gain"
+        "full-CKV gather auto: 17 query tokens over 100000 visible tokens of 1 requests in 1 "
+        f"windows, {model.gathered([100_000])} bytes a layer gathered, {model.ordinary(17)} "
+        "ordinary: no_gain"
     ]

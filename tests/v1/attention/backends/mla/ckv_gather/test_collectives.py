@@ -437,7 +437,8 @@ def test_the_model_notices_a_rank_that_decides_alone():
 def test_the_model_notices_a_rank_that_counts_other_bytes():
     def change(rank):
         if rank.rank == 1:
-            rank.gather.byte_model = replace(rank.gather.byte_model, record_bytes=10**6)
+            model = rank.gather.time_model
+            rank.gather.time_model = replace(model, bytes=replace(model.bytes, record_bytes=10**6))
 
     with pytest.raises(Mismatch, match=r"rank 0: Call.*rank 1: Call"):
         play(replace(PLAIN, rows=(17,), auto=True), change)

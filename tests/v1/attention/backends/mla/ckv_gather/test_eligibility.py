@@ -11,6 +11,7 @@ from vllm.v1.attention.backends.mla.ckv_gather.eligibility import (
     Reason,
     decide,
 )
+from vllm.v1.attention.backends.mla.ckv_gather.time_model import Costs
 
 LIMITS = Limits(
     enabled=True,
@@ -47,8 +48,8 @@ REFUSALS = [
     ),
     (
         Reason.NO_GAIN,
-        {"gathered_bytes": 9001, "ordinary_bytes": 9001},
-        {"fewer_bytes_only": True},
+        {"costs": Costs(9001, 9001)},
+        {"gains_only": True},
         ["9001 bytes a layer", "5000 visible", "600 query"],
     ),
 ]
@@ -88,9 +89,11 @@ def test_the_earlier_refusal_counts(index):
         ({"visible_tokens": 10**9, "num_query_tokens": 10**6}, {}),
         ({"num_query_tokens": 1}, {"min_query_tokens": 0}),
         ({}, {"dcp_world_size": 2}),
-        ({"gathered_bytes": 9000, "ordinary_bytes": 9001}, {"fewer_bytes_only": True}),
+        ({"costs": Costs(9000, 9001)}, {"gains_only": True}),
+        # Where times are known, bytes do not count.
+        ({"costs": Costs(9001, 9001, 1e-3, 2e-3)}, {"gains_only": True}),
         ({"num_decode_tokens": 583}, {"mixed": True}),
-        ({"gathered_bytes": 9001, "ordinary_bytes": 9001}, {}),
+        ({"costs": Costs(9001, 9001)}, {}),
     ],
 )
 def test_the_last_admitted_value(facts, limits):
@@ -115,6 +118,14 @@ def test_an_empty_batch_never_gathers():
     assert decide(facts, replace(LIMITS, min_query_tokens=0)).reason is Reason.TOO_FEW_TOKENS
 
 
-def test_bytes_that_nobody_set_are_no_gain():
-    assert (FACTS.gathered_bytes, FACTS.ordinary_bytes) == (0, 0)
-    assert decide(FACTS, replace(LIMITS, fewer_bytes_only=True)).reason is Reason.NO_GAIN
+def test_times_come_before_bytes():
+    costs = Costs(9000, 9001, 2e-3, 2e-3)
+    decision = decide(replace(FACTS, costs=costs), replace(LIMITS, gains_only=True))
+    assert decision.reason is Reason.NO_GAIN
+    for part in ("9000 bytes", "2000 us gathered", "2000 us ordinary"):
+        assert part in decision.message
+
+
+def test_costs_that_nobody_set_are_no_gain():
+    assert FACTS.costs is None
+    assert decide(FACTS, replace(LIMITS, gains_only=True)).reason is Reason.NO_GAIN

@@ -4,6 +4,8 @@
 import importlib
 import os
 import tempfile
+import time
+from dataclasses import asdict, fields
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from vllm.v1.attention.backends.mla.ckv_gather import exchange, startup
+from vllm.v1.attention.backends.mla.ckv_gather import exchange, measuring, startup
 from vllm.v1.attention.backends.mla.ckv_gather import geometry as g
 from vllm.v1.attention.backends.mla.ckv_gather import plan as plan_module
+from vllm.v1.attention.backends.mla.ckv_gather.time_model import Rates
 from vllm.v1.attention.backends.mla.sparse_mla_kernels.torch_reference import TorchReferenceKernels
 
 SHAPES = startup.LayerShapes(
@@ -188,7 +191,13 @@ OPERATIONS = {
 }  # fmt: skip
 
 
-def start(rank: int, world: int, changes: dict | None = None) -> dict:
+def host_clock(call) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def start(rank: int, world: int, changes: dict | None = None, *, clock: bool = False) -> dict:
     """Reserve and run everything once, as the first layer of a rank does."""
     # First: it prepares the import of vLLM's modules beside a CPU build of torch.
     conftest = importlib.import_module(f"{__name__.rpartition('.')[0]}.conftest")
@@ -197,14 +206,16 @@ def start(rank: int, world: int, changes: dict | None = None) -> dict:
     from vllm.plugins.b12x_mla_sparse import register
 
     torch.accelerator.empty_cache = lambda: None
-    os.environ["VLLM_B12X_MLA_CKV_GATHER"] = "1"
+    os.environ.setdefault("VLLM_B12X_MLA_CKV_GATHER", "1")
     register()
     stock.reset_workspace_manager()
     stock.init_workspace_manager(torch.device("cpu"))
     group = SimpleNamespace(
         rank_in_group=rank, cpu_group=dist.group.WORLD, device_group=dist.group.WORLD
     )
-    plan_module.get_dcp_group = lambda: group
+    plan_module.get_dcp_group = measuring.get_dcp_group = lambda: group
+    log: list[str] = []
+    plan_module.logger.info = lambda text, *values: log.append(text % values)
     candidates = exchange.all_gather_candidates
     exchange.all_gather_candidates = lambda *args: candidates(*args, group=dist.group.WORLD)
     entered: list[tuple] = []
@@ -236,7 +247,8 @@ def start(rank: int, world: int, changes: dict | None = None) -> dict:
     gather.reserve(kernels, SHAPES)
     before = stock.current_workspace_manager()._current_workspaces[0]
     stock.lock_workspace()
-    startup.run_everything_once(gather, kernels, SHAPES, device, query_gather, combine)
+    layer = (gather, kernels, SHAPES, device, query_gather, combine)
+    startup.run_everything_once(*layer, host_clock if clock else None)
     again = gather.freeze(kernels)
     gather.reserve_again()
     return {
@@ -251,6 +263,8 @@ def start(rank: int, world: int, changes: dict | None = None) -> dict:
         "same_bytes": stock.current_workspace_manager()._current_workspaces[0] is before,
         "reserved": None if before is None else (before.numel(), gather.workspace.num_bytes),
         "counters": gather.counters.as_dict(),
+        "rates": gather.time_model and gather.time_model.rates,
+        "log": log,
     }
 
 
@@ -310,6 +324,49 @@ def test_without_room_for_a_window_the_first_run_takes_several_requests():
     assert ranks[0]["entered"] == ranks[1]["entered"]
     shapes = [tuple(shape) for _, shape in ranks[0]["entered"][1:]]
     assert shapes[-4:] == [(76, 132), (76, 132), (304, 528), (304, 528)]
+
+
+def differ(rank: int, world: int) -> tuple[dict, dict]:
+    """One rank is slower at this, another at that."""
+    group = SimpleNamespace(cpu_group=dist.group.WORLD)
+    measuring.get_dcp_group = lambda: group
+    names = [field.name for field in fields(Rates)]
+    rates = Rates(**{name: 1.0 + (n + rank) % world for n, name in enumerate(names)})
+    return asdict(measuring.agree(rates)), asdict(rates)
+
+
+def test_all_ranks_take_the_slowest_ones_rates():
+    (first, there), (second, here) = run_ranks(2, "differ")
+    assert there != here
+    assert first == second == dict.fromkeys(first, 2.0)
+
+
+def start_measuring(rank: int, world: int) -> dict:
+    os.environ["VLLM_B12X_MLA_CKV_GATHER"] = "auto"
+    return start(rank, world, clock=True)
+
+
+def test_the_first_run_measures_what_auto_decides_by():
+    ranks = run_ranks(2, "start_measuring")
+    assert ranks[0]["entered"] == ranks[1]["entered"]
+    assert ranks[0]["entered"][-1][0] == "all_gather_object"
+    for result in ranks:
+        # Out of the reserved bytes, and serving starts from nothing.
+        assert result["same_bytes"] and result["counters"]["ckv_bytes"] == 0
+        assert result["rates"] == ranks[0]["rates"]
+        assert result["rates"].collective > 0 and result["rates"].ordinary > 0
+
+
+def start_without_a_clock(rank: int, world: int) -> dict:
+    os.environ["VLLM_B12X_MLA_CKV_GATHER"] = "auto"
+    return start(rank, world)
+
+
+def test_without_a_clock_bytes_decide_and_the_log_says_so():
+    for result in run_ranks(2, "start_without_a_clock"):
+        assert result["rates"] is None
+        assert [name for name, _ in result["entered"]].count("all_gather_object") == 1
+        assert any("nothing is measured on this platform" in line for line in result["log"])
 
 
 def start_sharing(rank: int, world: int) -> dict:

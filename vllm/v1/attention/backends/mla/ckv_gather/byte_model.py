@@ -8,7 +8,7 @@ equal on all ranks of a DCP group: configuration, and the batch's global lengths
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from vllm.v1.attention.backends.mla.ckv_gather.counters import (
@@ -49,6 +49,21 @@ def shards_selection(rows: int, pools: int, world: int, pool_topk: int) -> bool:
     """
     saved = rows * pools * (world - 1) // world
     return saved > PAIRS_PER_EXCHANGE + PAIRS_PER_BYTE * selection_bytes(rows, pool_topk, world)
+
+
+def first_loss(gains: Callable[[int], bool], known: int) -> int:
+    """The shortest context at which a gather gains no more.
+
+    gains: whether it does at a context; once it does not, it never does again.
+    known: a context at which it does.
+    """
+    low, high = known, 2 * known
+    while gains(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if gains(middle) else (low, middle)
+    return high
 
 
 def ordinary_peak_bytes(query_tokens: int, all_heads: int) -> int:
@@ -110,6 +125,14 @@ class ByteModel:
             + candidate_bytes(query_tokens, self.pool_topk, world)
         )
 
+    @property
+    def ordinary_collectives(self) -> int:
+        """Collectives of the ordinary path: candidates, queries and outputs.
+
+        Log-sum-exps travel with the outputs under a2a, and on their own otherwise.
+        """
+        return 3 if self.a2a else 4
+
     def gains(self, query_tokens: int, lengths: Iterable[int]) -> bool:
         """Whether a gather moves fewer bytes than the ordinary path."""
         return self.gathered(lengths) < self.ordinary(query_tokens)
@@ -119,12 +142,8 @@ class ByteModel:
 
         query_tokens: of the chunk. 0: a gather never gains.
         """
-        if not self.gains(query_tokens, [1]):
-            return 0
-        low, high = 1, 2
-        while self.gains(query_tokens, [high]):
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.gains(query_tokens, [middle]) else (low, middle)
-        return low
+
+        def gains(context: int) -> bool:
+            return self.gains(query_tokens, [context])
+
+        return first_loss(gains, 1) - 1 if gains(1) else 0

@@ -10,6 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backends.mla.ckv_gather.time_model import Costs
 
 
 class Reason(Enum):
@@ -50,10 +54,8 @@ class BatchFacts:
     """The metadata is built for a CUDA-graph capture."""
     dual_batch_overlap: bool = False
     """The step runs as overlapping micro-batches, whose collectives would interleave."""
-    gathered_bytes: int = 0
-    """Bytes that one rank would receive in one layer of a gather, see :mod:`.byte_model`."""
-    ordinary_bytes: int = 0
-    """The same on the ordinary path. Both are set only where ``fewer_bytes_only`` asks for them."""
+    costs: Costs | None = None
+    """Of both paths in one layer. Set only where ``gains_only`` asks for them."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -75,8 +77,8 @@ class Limits:
     """A batch must have more query tokens than this (exclusive), those of decodes left out."""
     max_num_seqs: int
     """Requests for which the buffers have been sized."""
-    fewer_bytes_only: bool = False
-    """A batch gathers only if that moves fewer bytes than the ordinary path."""
+    gains_only: bool = False
+    """A batch gathers only if that takes less time than the ordinary path, or fewer bytes."""
     mixed: bool = False
     """The prompts of a batch may gather while its decodes take the ordinary path."""
 
@@ -142,12 +144,11 @@ def decide(facts: BatchFacts, limits: Limits) -> Decision:
             Reason.TOO_MANY_REQUESTS,
             f"{facts.num_requests} requests, buffers are reserved for {limits.max_num_seqs}",
         )
-    if limits.fewer_bytes_only and facts.gathered_bytes >= facts.ordinary_bytes:
+    if limits.gains_only and not (facts.costs and facts.costs.gains):
         return refuse(
             Reason.NO_GAIN,
-            f"{facts.gathered_bytes} bytes a layer to gather {facts.visible_tokens} visible "
-            f"tokens, {facts.ordinary_bytes} on the ordinary path of {facts.num_prompt_tokens} "
-            "query tokens",
+            f"{facts.num_prompt_tokens} query tokens over {facts.visible_tokens} visible tokens: "
+            f"{facts.costs}",
         )
     return Decision(
         True,

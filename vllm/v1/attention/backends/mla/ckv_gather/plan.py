@@ -17,7 +17,7 @@ from vllm.distributed import get_dcp_group
 from vllm.logger import init_logger
 
 from vllm.v1.attention.backends.mla.ckv_gather import debug, exchange, metrics, remap, startup
-from vllm.v1.attention.backends.mla.ckv_gather.byte_model import ByteModel, shards_selection
+from vllm.v1.attention.backends.mla.ckv_gather.byte_model import ByteModel
 from vllm.v1.attention.backends.mla.ckv_gather.counters import (
     NOT_PREFILL,
     GatherCounters,
@@ -57,6 +57,7 @@ from vllm.v1.attention.backends.mla.ckv_gather.staging import (
     StagingRing,
     numbers_per_batch,
 )
+from vllm.v1.attention.backends.mla.ckv_gather.time_model import Rates, TimeModel
 from vllm.v1.attention.backends.mla.ckv_gather.timing import ExchangeTimer
 from vllm.v1.attention.backends.mla.ckv_gather.windows import (
     Candidates,
@@ -75,7 +76,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-    from vllm.v1.attention.backends.mla.ckv_gather.startup import LayerShapes
+    from vllm.v1.attention.backends.mla.ckv_gather.rehearsal import LayerShapes
     from vllm.v1.attention.backends.mla.sparse_mla_kernels import SparseMLAKernels
 
 logger = init_logger(__name__)
@@ -222,10 +223,12 @@ class CkvGather:
             dcp_world_size=self.dcp_world_size,
             min_query_tokens=int(envs.VLLM_B12X_MLA_CKV_GATHER_MIN_TOKENS),
             max_num_seqs=self.max_num_seqs,
-            fewer_bytes_only=self.mode == "auto",
+            gains_only=self.mode == "auto",
             mixed=self.mixed,
         )
-        self.byte_model = self._byte_model() if self.limits.fewer_bytes_only else None
+        # Decides what depends on the batch, if anything does.
+        decides = self.enabled and (self.limits.gains_only or self.shard_selection)
+        self.time_model = TimeModel(self._byte_model()) if decides else None
 
     def _byte_model(self) -> ByteModel:
         parallel = self.vllm_config.parallel_config
@@ -239,6 +242,22 @@ class CkvGather:
             pool_topk=self.pool_topk,
             a2a=parallel.dcp_comm_backend == "a2a",
         )
+
+    def adopt(self, rates: Rates | None) -> None:
+        """Decide by ``rates`` from now on; None: by bytes alone. Equal on all ranks.
+
+        Nothing to do where no decision needs them.
+        """
+        if self.time_model is None:
+            return
+        self.time_model = replace(self.time_model, rates=rates)
+        if rates is None:
+            logger.info(
+                "full-CKV gather: nothing is measured on this platform; what depends on the "
+                "batch is decided by bytes alone"
+            )
+        else:
+            logger.info("full-CKV gather: decides by time, measured on the slowest rank: %s", rates)
 
     @classmethod
     def from_config(cls, vllm_config: VllmConfig) -> CkvGather:
@@ -456,26 +475,19 @@ class CkvGather:
         spans: list[Span] = []
         decision = decide(facts, self.limits)
         # Lengths are exact, and no longer than the model's, for batches that may gather alone. Only
-        # the bytes, the last reason, are still to be known.
+        # what it costs, the last reason, is still to be known.
         if lengths is not None and decision.reason in (Reason.ELIGIBLE, Reason.NO_GAIN):
             lengths, query_lens = lengths[:num_requests].long(), query_lens[:num_requests].long()
             spans = self.plan_spans(
                 lengths.tolist(), query_lens.tolist(), common.num_actual_tokens, first=num_decodes
             )
-            pairs = int((query_lens * (lengths // self.pool_size))[num_decodes:].sum())
-            if self.shard_selection and shards_selection(
-                rows, pairs // max(rows, 1), self.dcp_world_size, self.pool_topk
-            ):
-                shares = self.dcp_world_size
-            if self.byte_model is not None:
-                shared_rows = [span.num_rows for span in spans if shares > 1]
-                facts = replace(
-                    facts,
-                    gathered_bytes=self.byte_model.gathered(
-                        lengths[num_decodes:].tolist(), shared_rows
-                    ),
-                    ordinary_bytes=self.byte_model.ordinary(facts.num_prompt_tokens),
-                )
+            batch = lengths[prompts].tolist(), query_lens[prompts].tolist(), spans
+            if self.time_model is not None and self.shard_selection:
+                shares = self.time_model.selection_shares(*batch)
+            if self.time_model is not None and self.limits.gains_only:
+                beside_decodes = num_decode_tokens > 0
+                costs = self.time_model.costs(*batch, shares=shares, beside_decodes=beside_decodes)
+                facts = replace(facts, costs=costs)
                 decision = decide(facts, self.limits)
         num_windows = sum(span.num_windows for span in spans)
         if self.debug and self.dcp_world_size > 1:
@@ -526,15 +538,15 @@ class CkvGather:
 
     def _count(self, facts: BatchFacts, decision: Decision, num_windows: int) -> None:
         counters = self.counters
-        if facts.gathered_bytes:
+        if facts.costs is not None:
             logger.debug(
-                "full-CKV gather auto: %d query tokens over %d visible tokens of %d requests, a "
-                "layer receives %d bytes gathered, %d ordinary: %s",
+                "full-CKV gather auto: %d query tokens over %d visible tokens of %d requests in %d "
+                "windows, %s: %s",
                 facts.num_prompt_tokens,
                 facts.visible_tokens,
                 facts.num_requests,
-                facts.gathered_bytes,
-                facts.ordinary_bytes,
+                num_windows,
+                facts.costs,
                 decision.reason.value,
             )
         if decision.gather:

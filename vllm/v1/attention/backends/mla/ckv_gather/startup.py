@@ -10,19 +10,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.logger import init_logger
 
-from vllm.v1.attention.backends.mla.ckv_gather import exchange
-from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
-    INDEX_RECORD_BYTES,
-    POOLS_PER_INDEX_PAGE,
-)
-from vllm.v1.attention.backends.mla.sparse_mla_kernels.base import INDEX_DIM, LATENT_DIM
+from vllm.v1.attention.backends.mla.ckv_gather.measuring import Clock, agree, measure_rates
+from vllm.v1.attention.backends.mla.ckv_gather.rehearsal import EmptyBatch, Layer, LayerShapes
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backends.mla.ckv_gather.plan import CkvGather
@@ -144,43 +140,6 @@ def require_agreement(facts: Sequence[dict[str, Any]]) -> None:
                 )
 
 
-@dataclass(frozen=True)
-class LayerShapes:
-    """The largest shapes of one layer.
-
-    num_tokens: rows T of a batch.
-    local_heads: heads of this rank.
-    width: columns of a selection.
-    pool_topk: pools that a row selects.
-    index_heads: heads of the indexer's query.
-    ring: tokens in the tail cache of one request.
-    scale: softmax scale.
-    """
-
-    num_tokens: int
-    local_heads: int
-    width: int
-    pool_topk: int
-    index_heads: int
-    ring: int
-    scale: float
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """Inputs of ``num_tokens`` rows that select nothing and own no slot."""
-
-    shapes: LayerShapes
-    num_tokens: int
-    device: torch.device
-
-    def zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.zeros((self.num_tokens, *shape), dtype=dtype, device=self.device)
-
-    def nothing(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return self.zeros(*shape, dtype=dtype).fill_(-1)
-
-
 def warm_up(
     gather: CkvGather, kernels: SparseMLAKernels, shapes: LayerShapes, device: torch.device
 ) -> None:
@@ -213,6 +172,7 @@ def run_everything_once(
     device: torch.device,
     query_gather: Callable[..., torch.Tensor] | None,
     combine: Callable[..., torch.Tensor] | None,
+    clock: Clock | None = None,
 ) -> None:
     """Run both paths on empty batches: one token, then the largest batch.
 
@@ -221,28 +181,27 @@ def run_everything_once(
     what it cost.
 
     query_gather, combine: the layer's DCP callables, None without DCP.
+    clock: for rates, if a decision depends on them; None: it has to do without.
     """
-    geometry = gather.geometry.get()
     # Nothing profiles host memory, and the reference kernels would take minutes.
     largest = shapes.num_tokens if device.type == "cuda" else min(shapes.num_tokens, 8)
-    cache = torch.zeros(
-        (1, geometry.page_size, geometry.record.record_bytes), dtype=torch.uint8, device=device
-    )
-    index_cache = torch.zeros(
-        (1, POOLS_PER_INDEX_PAGE, INDEX_RECORD_BYTES), dtype=torch.uint8, device=device
-    )
+    layer = Layer(gather, kernels, device, query_gather, combine)
     moments = [_moment(device)]
     for num_tokens in dict.fromkeys((1, largest)):
-        batch = _Batch(shapes, num_tokens, device)
-        _write_once(kernels, batch, cache, index_cache, gather.pool_size)
-        _ordinary_once(gather, kernels, batch, cache, index_cache, query_gather, combine)
+        batch = EmptyBatch(shapes, num_tokens, device)
+        layer.write(batch)
+        layer.ordinary(batch)()
     moments.append(_moment(device))
     if gather.workspace is not None:
-        _all_gathered_once(gather, kernels, _Batch(shapes, largest, device), cache, index_cache)
+        _all_gathered_once(layer, EmptyBatch(shapes, largest, device))
+    moments.append(_moment(device))
+    if gather.time_model is not None:
+        rates = None if clock is None else agree(measure_rates(layer, shapes, largest, clock))
+        gather.adopt(rates)
     moments.append(_moment(device))
     logger.info(
         "full-CKV gather: first run of everything took %.1f s: ordinary path %.1f s, gathered path "
-        "%.1f s",
+        "%.1f s, measuring %.1f s",
         moments[-1] - moments[0],
         *(end - begin for begin, end in pairwise(moments)),
     )
@@ -255,13 +214,8 @@ def _moment(device: torch.device) -> float:
     return time.monotonic()
 
 
-def _all_gathered_once(
-    gather: CkvGather,
-    kernels: SparseMLAKernels,
-    batch: _Batch,
-    cache: torch.Tensor,
-    index_cache: torch.Tensor,
-) -> None:
+def _all_gathered_once(layer: Layer, batch: EmptyBatch) -> None:
+    gather = layer.gather
     most, granule = gather.max_visible_tokens, gather.geometry.get().window_granule
     visible = most if batch.device.type == "cuda" else min(most, max(4096, granule))
     # One token leaves every rank but the first without a record, and all without a pool; a pool
@@ -273,136 +227,14 @@ def _all_gathered_once(
     batches.append([max(visible + 1, window + batch.num_tokens)] if window else [visible, visible])
     received = gather.counters.ckv_bytes
     for lengths in batches:
-        _gathered_once(gather, kernels, batch, cache, index_cache, lengths, visible)
+        layer.gathered(batch, lengths, capacity=visible)()
     if gather.shard_selection:
         # One row leaves every rank but the first without a row to select for.
         for rows in dict.fromkeys((1, batch.num_tokens)):
             few = replace(batch, num_tokens=rows)
             shares = gather.dcp_world_size
-            _gathered_once(gather, kernels, few, cache, index_cache, [visible], visible, shares)
+            layer.gathered(few, [visible], capacity=visible, selection_shares=shares)()
     gather.counters.ckv_bytes = received
-
-
-def _write_once(
-    kernels: SparseMLAKernels,
-    batch: _Batch,
-    cache: torch.Tensor,
-    index_cache: torch.Tensor,
-    pool_size: int,
-) -> None:
-    bf16, device = torch.bfloat16, batch.device
-    slots = batch.nothing(dtype=torch.int64)
-    kernels.write_records(batch.zeros(LATENT_DIM, dtype=bf16), cache, slots)
-    ring = batch.shapes.ring
-    kernels.write_pools(
-        batch.zeros(INDEX_DIM, dtype=bf16),
-        batch.zeros(INDEX_DIM, dtype=bf16),
-        torch.zeros((pool_size, INDEX_DIM), dtype=torch.float32, device=device),
-        index_cache,
-        slots,
-        torch.zeros((1, 2, ring, INDEX_DIM), dtype=bf16, device=device),
-        slots,
-        torch.arange(batch.num_tokens, device=device),
-        torch.tensor([0, batch.num_tokens], dtype=torch.int32, device=device),
-    )
-
-
-def _index_queries(batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    heads = batch.shapes.index_heads
-    return (
-        batch.zeros(heads, INDEX_DIM, dtype=torch.uint8).view(torch.float8_e4m3fn),
-        batch.zeros(heads, dtype=torch.float32),
-    )
-
-
-def _ordinary_once(
-    gather: CkvGather,
-    kernels: SparseMLAKernels,
-    batch: _Batch,
-    cache: torch.Tensor,
-    index_cache: torch.Tensor,
-    query_gather: Callable[..., torch.Tensor] | None,
-    combine: Callable[..., torch.Tensor] | None,
-) -> None:
-    geometry, shapes, device = gather.geometry.get(), batch.shapes, batch.device
-    table = torch.zeros((1, gather.max_pages), dtype=torch.int32, device=device)
-    pool_ids, scores = kernels.select_pools(
-        *_index_queries(batch),
-        index_cache,
-        table,
-        batch.zeros(),
-        batch.zeros(),
-        shapes.pool_topk,
-        gather.ordinary_scratch.borrow_selection(),
-    )
-    if gather.dcp_world_size > 1:
-        pool_ids, _ = kernels.merge_pool_candidates(
-            *exchange.all_gather_candidates(scores, pool_ids), shapes.pool_topk
-        )
-    kernels.expand_pools(pool_ids, batch.nothing(dtype=torch.int64), gather.pool_size, shapes.width)
-    del pool_ids, scores
-    query = batch.zeros(shapes.local_heads, LATENT_DIM, dtype=torch.bfloat16)
-    if query_gather is not None:
-        query = query_gather(query)
-    rows, counts = kernels.filter_local(
-        batch.nothing(shapes.width),
-        batch.zeros(),
-        table,
-        block_stride_rows=geometry.page_size,
-        page_size=geometry.page_size,
-        rank=0,
-        dcp_world_size=gather.dcp_world_size,
-        interleave=geometry.interleave,
-    )
-    scratch = gather.ordinary_scratch.borrow_attention()
-    out, lse = kernels.attend(query, cache.flatten(0, 1), rows, counts, shapes.scale, scratch)
-    if combine is not None:
-        bounds = torch.tensor([0, batch.num_tokens], dtype=torch.int32, device=device)
-        combine(out, lse, seq_lens=bounds[1:], query_start_loc=bounds)
-
-
-def _gathered_once(
-    gather: CkvGather,
-    kernels: SparseMLAKernels,
-    batch: _Batch,
-    cache: torch.Tensor,
-    index_cache: torch.Tensor,
-    lengths: Sequence[int],
-    capacity: int,
-    selection_shares: int = 1,
-) -> None:
-    # The last request has as many rows as it can, the others have one each.
-    others = len(lengths) - 1
-    queries = [1] * others + [batch.num_tokens - others]
-    spans = gather.plan_spans(lengths, queries, batch.num_tokens, capacity=capacity)
-    plan = gather.layout_batch(lengths, spans, batch.device, selection_shares)
-    # Every page of a request is page 0: what is packed does not matter, only how much.
-    records = max(lengths) // gather.dcp_world_size + gather.geometry.get().interleave
-    table = torch.zeros(
-        (len(lengths), records // POOLS_PER_INDEX_PAGE + 1),
-        dtype=torch.int32,
-        device=batch.device,
-    )
-    gather.select_pools(
-        plan,
-        kernels,
-        index_cache,
-        table,
-        *_index_queries(batch),
-        batch.zeros(),
-        batch.zeros(),
-        batch.shapes.pool_topk,
-    )
-    gather.attend(
-        plan,
-        kernels,
-        cache,
-        table,
-        batch.nothing(batch.shapes.width),
-        batch.zeros(),
-        batch.zeros(batch.shapes.local_heads, LATENT_DIM, dtype=torch.bfloat16),
-        batch.shapes.scale,
-    )
 
 
 def lock_after_warm_up(worker: Any) -> bool:

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rates of :mod:`.time_model`, measured on this machine while vLLM profiles memory.
+
+All measurements are differences between two sizes. What a batch costs beside its collectives, its
+scores and its attention is measured as a whole, with batches that see nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+import torch
+from vllm.distributed import get_dcp_group
+
+from vllm.v1.attention.backends.mla.ckv_gather import exchange
+from vllm.v1.attention.backends.mla.ckv_gather.rehearsal import (
+    EmptyBatch,
+    KeptBatch,
+    Layer,
+    LayerShapes,
+)
+from vllm.v1.attention.backends.mla.ckv_gather.time_model import Rates
+from vllm.v1.attention.backends.mla.sparse_mla_kernels.base import LATENT_DIM
+
+MEASURED_ROWS, MEASURED_TOKENS = 2048, 65_536
+"""Rows and visible tokens of the larger batches, or the largest there are: they fill a GPU, and all
+of it should take well under a second."""
+
+REPETITIONS = 3
+"""Calls that a measurement is the mean of."""
+
+Clock = Callable[[Callable[[], object]], float]
+"""Seconds that a call takes. It may make the call several times, equally often on every rank."""
+
+
+def device_clock(device: torch.device) -> Clock | None:
+    """A clock for work on ``device``, CUDA's events; None where there is nothing to learn."""
+    if device.type != "cuda":
+        return None
+
+    def clock(call: Callable[[], object]) -> float:
+        # Not timed: ranks meet in its collectives, if it has any, and begin together.
+        call()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(REPETITIONS):
+            call()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3 / REPETITIONS
+
+    return clock
+
+
+def agree(rates: Rates) -> Rates:
+    """The slowest rank's rates, the same on every rank. All ranks have to call it."""
+    every = exchange.all_gather_facts(asdict(rates), get_dcp_group().cpu_group)
+    return Rates.slowest([Rates(**each) for each in every])
+
+
+def measure_rates(layer: Layer, shapes: LayerShapes, largest: int, clock: Clock) -> Rates:
+    """Measure this rank's rates, after everything has run once.
+
+    All ranks of the DCP group have to call it, with the same arguments: it enters collectives. It
+    takes reserved bytes, and no more of others than the largest batch does; none is kept.
+
+    shapes: the layer's largest. largest: rows of the largest batch.
+    """
+    return _Measurement(layer, shapes, largest, clock).rates()
+
+
+def line(few: float, seconds: float, many: float, more: float) -> tuple[float, float]:
+    """Seconds of nothing and of each unit, if ``few`` units take ``seconds`` and ``many`` ``more``.
+
+    Neither is below 0. Where both sizes are the same, units cost nothing.
+    """
+    each = max(0.0, (more - seconds) / (many - few)) if many > few else 0.0
+    return max(0.0, seconds - few * each), each
+
+
+class _Measurement:
+    def __init__(self, layer: Layer, shapes: LayerShapes, largest: int, clock: Clock) -> None:
+        gather = layer.gather
+        assert gather.workspace is not None and gather.time_model is not None
+        self.layer, self.shapes, self.clock = layer, shapes, clock
+        self.gather, self.workspace = gather, gather.workspace
+        self.sizes = gather.time_model.bytes
+        most = min(largest, MEASURED_ROWS)
+        self.few = KeptBatch(shapes, max(1, most // 128), layer.device)
+        self.many = KeptBatch(shapes, most, layer.device)
+        self.tokens = min(gather.max_visible_tokens, MEASURED_TOKENS)
+        self.collective = self.byte = 0.0
+
+    def rates(self) -> Rates:
+        received = self.gather.counters.ckv_bytes
+        self.collective, self.byte = self.link()
+        few, many, pool = self.few.num_tokens, self.many.num_tokens, self.gather.pool_size
+        ordinary = line(few, self.ordinary(self.few), many, self.ordinary(self.many))
+        # The smallest context that has a pool.
+        base = self.gathered(self.few, pool)
+        gathered = line(few, base, many, self.gathered(self.many, pool))
+        token = line(pool, base, self.tokens, self.gathered(self.few, self.tokens))[1]
+        own_heads, all_heads = self.attention()
+        merged = self.merging(*gathered, token)
+        rates = Rates(
+            collective=self.collective,
+            byte=self.byte,
+            pair=self.scoring(),
+            own_heads=own_heads,
+            all_heads=all_heads,
+            ordinary=ordinary[0],
+            ordinary_row=ordinary[1],
+            gathered=gathered[0],
+            gathered_row=gathered[1],
+            token=token,
+            merged=merged[0],
+            merged_row=merged[1],
+        )
+        self.gather.counters.ckv_bytes = received
+        return rates
+
+    def records(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Room for gathered records (rows, record_bytes) uint8, and the scratch of attention."""
+        spans = self.gather.plan_spans([self.tokens], [1], 1)
+        plan = self.gather.layout_batch([self.tokens], spans, self.layer.device)
+        buffers = self.workspace.borrow_latents(plan.windows[0].layout.tokens)
+        return buffers.records, buffers.scratch
+
+    def link(self) -> tuple[float, float]:
+        """Of a collective, and of each byte that it brings: all-gathers of one record and many."""
+        records, _ = self.records()
+        group, world = get_dcp_group(), self.gather.dcp_world_size
+        communicator, rank = exchange.communicator_of(group), group.rank_in_group
+
+        def all_gather(padded: int) -> float:
+            buffer = records[: world * padded]
+            return self.clock(
+                lambda: exchange.all_gather_in_place(buffer, padded, communicator, rank)
+            )
+
+        padded, size = records.shape[0] // world, (world - 1) * records.shape[1]
+        return line(size, all_gather(1), padded * size, all_gather(padded))
+
+    def ordinary(self, batch: EmptyBatch) -> float:
+        """Of an ordinary batch, without its collectives."""
+        seconds = self.clock(self.layer.ordinary(batch))
+        received = self.sizes.ordinary(batch.num_tokens)
+        return seconds - self.sizes.ordinary_collectives * self.collective - received * self.byte
+
+    def gathered(self, batch: EmptyBatch, visible: int, window: int | None = None) -> float:
+        """Of a batch over ``visible`` tokens in windows of ``window``, without its collectives."""
+        seconds = self.clock(self.layer.gathered(batch, [visible], capacity=window))
+        windows = 1 if window is None else visible // window
+        received = self.sizes.gathered([visible])
+        return seconds - 2 * windows * self.collective - received * self.byte
+
+    def attention(self) -> tuple[float, float]:
+        """Of a row's attention to a token: own heads to gathered records, all heads to a cache."""
+        (records, scratch), world = self.records(), self.gather.dcp_world_size
+        # What was there before may be no number, with which nothing is slower, but a test may fail.
+        records.zero_()
+        cache, width = self.layer.cache.flatten(0, 1), self.shapes.width
+        return (
+            self._attention(self.shapes.local_heads, records, width, scratch),
+            self._attention(world * self.shapes.local_heads, cache, -(-width // world), None),
+        )
+
+    def _attention(
+        self,
+        heads: int,
+        records: torch.Tensor,
+        tokens: int,
+        scratch: tuple[torch.Tensor, ...] | None,
+    ) -> float:
+        batch, shapes = self.many, self.shapes
+        query = batch.zeros(heads, LATENT_DIM, dtype=torch.bfloat16)
+        ids = torch.arange(shapes.width, dtype=torch.int32, device=query.device)
+        ids = (ids % records.shape[0]).repeat(batch.num_tokens, 1)
+
+        def attend(tokens: int) -> float:
+            counts = batch.zeros().fill_(tokens)
+            given = (query, records, ids, counts, shapes.scale, scratch)
+            return self.clock(lambda: self.layer.kernels.attend(*given))
+
+        return self._slope(attend, tokens)
+
+    def scoring(self) -> float:
+        """Of a row's score of a pool."""
+        batch, layer = self.many, self.layer
+        table = layer.table(1, self.gather.max_pages)
+
+        def select(pools: int) -> float:
+            pages, counts = layer.index_cache, batch.zeros().fill_(pools)
+            return self.clock(
+                lambda: layer.kernels.select_pools(
+                    *batch.index_queries(),
+                    pages,
+                    table,
+                    batch.req_id(),
+                    counts,
+                    self.shapes.pool_topk,
+                )
+            )
+
+        return self._slope(select, self.tokens // self.gather.pool_size)
+
+    def _slope(self, seconds_of: Callable[[int], float], most: int) -> float:
+        """Of each unit of each row, between a quarter of ``most`` units and all of them."""
+        rows, part = self.many.num_tokens, -(-most // 4)
+        return line(rows * part, seconds_of(part), rows * most, seconds_of(most))[1]
+
+    def merging(self, window: float, row: float, token: float) -> tuple[float, float]:
+        """Of a window that is not its span's first, and of a row in it, beside the arguments."""
+        size = self.gather.geometry.get().window_granule
+        if size > self.tokens:
+            return 0.0, 0.0  # no request is longer than what is reserved
+
+        def merged(batch: EmptyBatch) -> float:
+            known = 2 * (window + size * token + batch.num_tokens * row)
+            return self.gathered(batch, 2 * size, size) - known
+
+        # All rows see both windows.
+        many = replace(self.many, num_tokens=min(self.many.num_tokens, size))
+        return line(self.few.num_tokens, merged(self.few), many.num_tokens, merged(many))

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One layer's two paths without a model: over caches of one page, as calls that can be repeated.
+
+The first run at start and the measuring of rates go through these calls, and so does whoever wants
+to know how long a batch of given sizes takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm.v1.attention.backends.mla.ckv_gather import exchange
+from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
+    INDEX_RECORD_BYTES,
+    POOLS_PER_INDEX_PAGE,
+)
+from vllm.v1.attention.backends.mla.sparse_mla_kernels.base import INDEX_DIM, LATENT_DIM
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backends.mla.ckv_gather.plan import CkvGather
+    from vllm.v1.attention.backends.mla.sparse_mla_kernels import SparseMLAKernels
+
+
+@dataclass(frozen=True)
+class LayerShapes:
+    """The largest shapes of one layer.
+
+    num_tokens: rows T of a batch.
+    local_heads: heads of this rank.
+    width: columns of a selection.
+    pool_topk: pools that a row selects.
+    index_heads: heads of the indexer's query.
+    ring: tokens in the tail cache of one request.
+    scale: softmax scale.
+    """
+
+    num_tokens: int
+    local_heads: int
+    width: int
+    pool_topk: int
+    index_heads: int
+    ring: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class EmptyBatch:
+    """Inputs of ``num_tokens`` rows of one request that see nothing and own no slot.
+
+    Made when asked for, so that they live as long as those of a layer.
+    """
+
+    shapes: LayerShapes
+    num_tokens: int
+    device: torch.device
+
+    def zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        """(num_tokens, *shape)."""
+        return torch.zeros((self.num_tokens, *shape), dtype=dtype, device=self.device)
+
+    def nothing(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        """(num_tokens, *shape) of -1."""
+        return self.zeros(*shape, dtype=dtype).fill_(-1)
+
+    def req_id(self) -> torch.Tensor:
+        """(T,) int32. The request of each row."""
+        return self.zeros()
+
+    def pool_counts(self) -> torch.Tensor:
+        """(T,) int32. Pools that each row sees."""
+        return self.zeros()
+
+    def token_ids(self) -> torch.Tensor:
+        """(T, width) int32. Tokens that each row selects."""
+        return self.nothing(self.shapes.width)
+
+    def index_queries(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(T, heads, 128) e4m3 and their weights (T, heads) float32."""
+        heads = self.shapes.index_heads
+        return (
+            self.zeros(heads, INDEX_DIM, dtype=torch.uint8).view(torch.float8_e4m3fn),
+            self.zeros(heads, dtype=torch.float32),
+        )
+
+    def query(self) -> torch.Tensor:
+        """(T, local heads, 512) bf16."""
+        return self.zeros(self.shapes.local_heads, LATENT_DIM, dtype=torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class KeptBatch(EmptyBatch):
+    """The same, made once, for calls that are timed."""
+
+    def __post_init__(self) -> None:
+        for make in (self.req_id, self.pool_counts, self.token_ids, self.index_queries, self.query):
+            object.__setattr__(self, make.__name__, cache(make))
+
+
+@dataclass(frozen=True)
+class SeeingBatch(KeptBatch):
+    """Requests of ``lengths`` tokens, the last ``queries`` of each are rows.
+
+    A row selects random pools of those it sees, from all over the context, as many as it can, and
+    the tokens behind the last whole pool. The same on every rank.
+    """
+
+    lengths: tuple[int, ...]
+    queries: tuple[int, ...]
+    pool_size: int
+
+    @classmethod
+    def of(
+        cls,
+        shapes: LayerShapes,
+        device: torch.device,
+        lengths: Sequence[int],
+        queries: Sequence[int],
+        pool_size: int,
+    ) -> SeeingBatch:
+        """The batch; its rows follow from ``queries``."""
+        return cls(shapes, sum(queries), device, tuple(lengths), tuple(queries), pool_size)
+
+    def req_id(self) -> torch.Tensor:
+        counts = torch.tensor(self.queries, device=self.device)
+        numbers = torch.arange(len(self.queries), dtype=torch.int32, device=self.device)
+        return numbers.repeat_interleave(counts)
+
+    def _seen(self) -> torch.Tensor:
+        ends = zip(self.lengths, self.queries, strict=True)
+        seen = [torch.arange(end - rows, end, device=self.device) + 1 for end, rows in ends]
+        return torch.cat(seen)
+
+    def pool_counts(self) -> torch.Tensor:
+        return (self._seen() // self.pool_size).int()
+
+    def token_ids(self) -> torch.Tensor:
+        topk, size = self.shapes.pool_topk, self.pool_size
+        seen = self._seen().unsqueeze(1)
+        pools, tail = seen // size, seen % size
+        taken = pools.clamp(max=topk)
+        generator = torch.Generator(self.device).manual_seed(0)
+        steps = torch.arange(topk, device=self.device)
+        # One pool out of each of equal parts of the context; a part is a pool where all are taken.
+        jitter = torch.rand((self.num_tokens, topk), generator=generator, device=self.device)
+        parts = taken.clamp(min=1)
+        first, behind = (-(-bound * pools // parts) for bound in (steps, steps + 1))
+        chosen = first + (jitter * (behind - first)).long()
+        tokens = (chosen * size).repeat_interleave(size, 1)
+        tokens += torch.arange(size, device=self.device).repeat(topk)
+        ids = self.nothing(self.shapes.width)
+        column = torch.arange(self.shapes.width, device=self.device)
+        whole = topk * size
+        ids[:, :whole] = torch.where(column[:whole] < taken * size, tokens, -1).int()
+        place = column - taken * size
+        in_tail = (place >= 0) & (place < tail)
+        return torch.where(in_tail, (pools * size + place).int(), ids)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's two paths over caches of a single page, as calls that can be repeated.
+
+    A batch's tables name that page everywhere: what is read does not matter, only how much.
+    query_gather, combine: the layer's DCP callables, None without DCP.
+    """
+
+    gather: CkvGather
+    kernels: SparseMLAKernels
+    device: torch.device
+    query_gather: Callable[..., torch.Tensor] | None
+    combine: Callable[..., torch.Tensor] | None
+
+    @cached_property
+    def cache(self) -> torch.Tensor:
+        """(1, P, record_bytes) uint8."""
+        geometry = self.gather.geometry.get()
+        shape = (1, geometry.page_size, geometry.record.record_bytes)
+        return torch.zeros(shape, dtype=torch.uint8, device=self.device)
+
+    @cached_property
+    def index_cache(self) -> torch.Tensor:
+        """(1, 64, 132) uint8."""
+        shape = (1, POOLS_PER_INDEX_PAGE, INDEX_RECORD_BYTES)
+        return torch.zeros(shape, dtype=torch.uint8, device=self.device)
+
+    def table(self, num_requests: int, pages: int) -> torch.Tensor:
+        """(num_requests, pages) int32."""
+        return torch.zeros((num_requests, pages), dtype=torch.int32, device=self.device)
+
+    def write(self, batch: EmptyBatch) -> None:
+        """Write no record and no pool."""
+        bf16, pool_size = torch.bfloat16, self.gather.pool_size
+        slots = batch.nothing(dtype=torch.int64)
+        self.kernels.write_records(batch.zeros(LATENT_DIM, dtype=bf16), self.cache, slots)
+        ring = batch.shapes.ring
+        self.kernels.write_pools(
+            batch.zeros(INDEX_DIM, dtype=bf16),
+            batch.zeros(INDEX_DIM, dtype=bf16),
+            torch.zeros((pool_size, INDEX_DIM), dtype=torch.float32, device=self.device),
+            self.index_cache,
+            slots,
+            torch.zeros((1, 2, ring, INDEX_DIM), dtype=bf16, device=self.device),
+            slots,
+            torch.arange(batch.num_tokens, device=self.device),
+            torch.tensor([0, batch.num_tokens], dtype=torch.int32, device=self.device),
+        )
+
+    def ordinary(self, batch: EmptyBatch, num_requests: int = 1) -> Callable[[], None]:
+        """The ordinary path of ``batch``; every rank takes the tokens of rank 0 for its own."""
+        gather, kernels, device = self.gather, self.kernels, self.device
+        geometry, shapes, world = gather.geometry.get(), batch.shapes, gather.dcp_world_size
+        table = self.table(num_requests, gather.max_pages)
+        req_id, own_pools = batch.req_id(), batch.pool_counts()
+        if world > 1:
+            own_pools = gather.pool_ownership.local_lengths(own_pools, 0)
+        positions = batch.nothing(dtype=torch.int64)
+        bounds = torch.tensor([0, batch.num_tokens], dtype=torch.int32, device=device)
+
+        def run() -> None:
+            pool_ids, scores = kernels.select_pools(
+                *batch.index_queries(),
+                self.index_cache,
+                table,
+                req_id,
+                own_pools,
+                shapes.pool_topk,
+                gather.ordinary_scratch.borrow_selection(),
+            )
+            if world > 1:
+                pool_ids, _ = kernels.merge_pool_candidates(
+                    *exchange.all_gather_candidates(scores, pool_ids), shapes.pool_topk
+                )
+            kernels.expand_pools(pool_ids, positions, gather.pool_size, shapes.width)
+            del pool_ids, scores
+            query = batch.query()
+            if self.query_gather is not None:
+                query = self.query_gather(query)
+            rows, counts = kernels.filter_local(
+                batch.token_ids(),
+                req_id,
+                table,
+                block_stride_rows=geometry.page_size,
+                page_size=geometry.page_size,
+                rank=0,
+                dcp_world_size=world,
+                interleave=geometry.interleave,
+            )
+            records = self.cache.flatten(0, 1)
+            scratch = gather.ordinary_scratch.borrow_attention()
+            out, lse = kernels.attend(query, records, rows, counts, shapes.scale, scratch)
+            if self.combine is not None:
+                self.combine(out, lse, seq_lens=bounds[1:], query_start_loc=bounds)
+
+        return run
+
+    def gathered(
+        self,
+        batch: EmptyBatch,
+        lengths: Sequence[int],
+        queries: Sequence[int] | None = None,
+        *,
+        capacity: int | None = None,
+        selection_shares: int = 1,
+    ) -> Callable[[], None]:
+        """The gathered path of ``batch``, whose requests see ``lengths`` tokens.
+
+        queries: rows of each request; left out, the last has as many as it can, the others one.
+        capacity: visible tokens of a window; left out, what is reserved.
+        """
+        gather, kernels, shapes = self.gather, self.kernels, batch.shapes
+        others = len(lengths) - 1
+        if queries is None:
+            queries = [1] * others + [batch.num_tokens - others]
+        spans = gather.plan_spans(lengths, queries, batch.num_tokens, capacity=capacity)
+        plan = gather.layout_batch(lengths, spans, self.device, selection_shares)
+        records = max(lengths) // gather.dcp_world_size + gather.geometry.get().interleave
+        table = self.table(len(lengths), records // POOLS_PER_INDEX_PAGE + 1)
+        req_id, pool_counts = batch.req_id(), batch.pool_counts()
+
+        def run() -> None:
+            gather.select_pools(
+                plan,
+                kernels,
+                self.index_cache,
+                table,
+                *batch.index_queries(),
+                req_id,
+                pool_counts,
+                shapes.pool_topk,
+            )
+            gather.attend(
+                plan,
+                kernels,
+                self.cache,
+                table,
+                batch.token_ids(),
+                req_id,
+                batch.query(),
+                shapes.scale,
+            )
+
+        return run

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time of one batch in one sparse MLA layer, on either path. Pure arithmetic, no torch.
+
+A path's time is its collectives, its index scoring, its attention, and the rest::
+
+    ordinary = collectives + bytes / speed + launches
+             + rows x row + pairs / N x pair + tokens / N x attention of all ranks' heads
+    gathered = collectives + bytes / speed + windows x launches
+             + seen rows x row + pairs x pair + tokens x attention of this rank's heads
+             + visible tokens x token
+             + further windows x launches + their rows x merge
+
+*Pairs* are those of a row and a pool that it sees, *tokens* those of a row and a token that it
+selects, *seen rows* count a row once for every window that it sees. The ordinary path scores and
+attends to 1/N of them on each rank, with N times the heads; a shared-out selection scores 1/N too.
+Bytes are those of :mod:`.byte_model`. A path takes three or four collectives; a gather two for
+every window, and one for every span whose selection is shared out.
+
+Every term is linear in the sizes of a batch, with coefficients (:class:`Rates`) that are measured
+at start or, for ``vllm-ckv plan``, known from elsewhere. Where there are none, bytes decide. What
+both paths have in common, writing records and pools for example, is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from vllm.v1.attention.backends.mla.ckv_gather.byte_model import (
+    ByteModel,
+    first_loss,
+    shards_selection,
+)
+from vllm.v1.attention.backends.mla.ckv_gather.counters import selection_bytes
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backends.mla.ckv_gather.windows import Span
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds that things take on one rank; none is negative.
+
+    :mod:`.measuring` says how each is measured, ``vllm.entrypoints.ckv.known_rates``
+    where those of ``vllm-ckv plan`` come from. A collective and a launch are what is left of a
+    batch when its rows, tokens and bytes are taken away.
+    """
+
+    collective: float
+    """One collective, however small."""
+    byte: float
+    """A byte that a collective brings."""
+    pair: float
+    """A row's score of one pool."""
+    own_heads: float
+    """A row's attention to one gathered token, heads of this rank."""
+    all_heads: float
+    """A row's attention to one token of the own cache, heads of all ranks."""
+    ordinary: float
+    """Launches of the ordinary path."""
+    ordinary_row: float
+    """A row there: choosing and merging candidates, reading queries, combining outputs."""
+    gathered: float
+    """Launches of one window."""
+    gathered_row: float
+    """A row in one window: choosing pools, row numbers, reading queries, writing outputs."""
+    token: float
+    """A visible token: packing and unpacking its record and key, converting the record."""
+    merged: float
+    """Launches that merge a window with those before it."""
+    merged_row: float
+    """A row in such a window: merging its candidates and outputs."""
+
+    @classmethod
+    def slowest(cls, every: Sequence[Rates]) -> Rates:
+        """The largest of each, for ranks that have to decide alike."""
+        return cls(*(max(getattr(r, f.name) for r in every) for f in fields(cls)))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one batch costs one rank in one layer; seconds are None where nothing is measured."""
+
+    gathered_bytes: int
+    ordinary_bytes: int
+    gathered_seconds: float | None = None
+    ordinary_seconds: float | None = None
+
+    @property
+    def gains(self) -> bool:
+        """Whether a gather takes less time or, without rates, moves fewer bytes."""
+        if self.gathered_seconds is None or self.ordinary_seconds is None:
+            return self.gathered_bytes < self.ordinary_bytes
+        return self.gathered_seconds < self.ordinary_seconds
+
+    def __str__(self) -> str:
+        text = f"{self.gathered_bytes} bytes a layer gathered, {self.ordinary_bytes} ordinary"
+        if self.gathered_seconds is None or self.ordinary_seconds is None:
+            return text
+        return (
+            f"{text}, by estimate {self.gathered_seconds * 1e6:.0f} us gathered, "
+            f"{self.ordinary_seconds * 1e6:.0f} us ordinary"
+        )
+
+
+def sum_of_floors(last: int, divisor: int) -> int:
+    """The sum of ``n // divisor`` over ``n`` from 1 to ``last``."""
+    full, rest = divmod(last, divisor)
+    return divisor * full * (full - 1) // 2 + full * (rest + 1)
+
+
+def sum_of_least(last: int, most: int) -> int:
+    """The sum of ``min(n, most)`` over ``n`` from 1 to ``last``."""
+    ramp = min(last, most)
+    return ramp * (ramp + 1) // 2 + (last - ramp) * most
+
+
+@dataclass(frozen=True)
+class TimeModel:
+    """One sparse MLA layer with its indexer under DCP.
+
+    bytes: its sizes. rates: None if nothing is measured.
+    Equal on all ranks of a DCP group, so that they decide alike.
+    """
+
+    bytes: ByteModel
+    rates: Rates | None = None
+
+    def costs(
+        self,
+        lengths: Sequence[int],
+        queries: Sequence[int],
+        spans: Sequence[Span],
+        *,
+        shares: int = 1,
+        beside_decodes: bool = False,
+    ) -> Costs:
+        """Both paths of one batch.
+
+        lengths, queries: visible tokens and query tokens of each prompt; padding is left out.
+        spans: in which it would be gathered, see :func:`.windows.plan_spans`.
+        shares: N if its selection is shared out over the ranks, else 1.
+        beside_decodes: it holds decodes as well. They take the ordinary path in any case, so what
+            that costs however small is theirs.
+        """
+        sizes, rates = self.bytes, self.rates
+        rows = sum(queries)
+        shared = [span.num_rows for span in spans if shares > 1]
+        gathered_bytes = sizes.gathered(lengths, shared)
+        ordinary_bytes = sizes.ordinary(rows)
+        if rates is None:
+            return Costs(gathered_bytes, ordinary_bytes)
+        pairs = self.pairs(lengths, queries)
+        tokens = self._selected(lengths, queries)
+        windows = sum(span.num_windows for span in spans)
+        seen = rows + sum(
+            span.rows.stop - span.rows_from(begin).start
+            for span in spans
+            for begin in span.bounds[1:-1]
+        )
+        gathered = (
+            (2 * windows + len(shared)) * rates.collective
+            + gathered_bytes * rates.byte
+            + windows * rates.gathered
+            + seen * rates.gathered_row
+            + pairs / shares * rates.pair
+            + tokens * rates.own_heads
+            + sum(lengths) * rates.token
+            + (windows - len(spans)) * rates.merged
+            + (seen - rows) * rates.merged_row
+        )
+        world = sizes.dcp_world_size
+        ordinary = (
+            ordinary_bytes * rates.byte
+            + rows * rates.ordinary_row
+            + pairs / world * rates.pair
+            + tokens / world * rates.all_heads
+        )
+        if not beside_decodes:
+            ordinary += sizes.ordinary_collectives * rates.collective + rates.ordinary
+        return Costs(gathered_bytes, ordinary_bytes, gathered, ordinary)
+
+    def pairs(self, lengths: Sequence[int], queries: Sequence[int]) -> int:
+        """Pairs of a row and a pool that it sees."""
+        pool = self.bytes.pool_size
+        return sum(
+            sum_of_floors(length, pool) - sum_of_floors(length - rows, pool)
+            for length, rows in zip(lengths, queries, strict=True)
+        )
+
+    def _selected(self, lengths: Sequence[int], queries: Sequence[int]) -> int:
+        width = (self.bytes.pool_topk + 1) * self.bytes.pool_size - 1
+        return sum(
+            sum_of_least(length, width) - sum_of_least(length - rows, width)
+            for length, rows in zip(lengths, queries, strict=True)
+        )
+
+    def selection_shares(
+        self, lengths: Sequence[int], queries: Sequence[int], spans: Sequence[Span]
+    ) -> int:
+        """N if sharing out the selection of a gathered batch takes less time, else 1.
+
+        Arguments as of :meth:`costs`. Without rates by :func:`.byte_model.shards_selection`. Shares
+        are taken to be even: in a prompt's first chunk the last one sees more pools than the first.
+        """
+        sizes, rates = self.bytes, self.rates
+        world, rows = sizes.dcp_world_size, sum(span.num_rows for span in spans)
+        pairs = self.pairs(lengths, queries)
+        if rates is None:
+            worth = shards_selection(rows, pairs // max(rows, 1), world, sizes.pool_topk)
+        else:
+            received = sum(selection_bytes(s.num_rows, sizes.pool_topk, world) for s in spans)
+            saved = (pairs - pairs / world) * rates.pair
+            worth = saved > len(spans) * rates.collective + received * rates.byte
+        return world if worth else 1
+
+    def break_even(self, query_tokens: int, spans_of: Callable[[int], Sequence[Span]]) -> int:
+        """Longest context of one request, the chunk of ``query_tokens`` included, that gains.
+
+        spans_of: cuts a context, given its tokens, into spans. 0: a gather never gains.
+        """
+
+        def gains(context: int) -> bool:
+            return self.costs([context], [query_tokens], spans_of(context)).gains
+
+        return first_loss(gains, query_tokens) - 1 if gains(query_tokens) else 0
