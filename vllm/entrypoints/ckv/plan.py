@@ -3,8 +3,8 @@
 
 Needs a ``config.json`` and nothing else. Sizes come from the modules that reserve and count while
 serving; what vLLM decides (the page size, the bytes of a block) is repeated here and compared with
-vLLM's own functions in the tests. Times are estimates: bytes over the link's speed, plus the index
-scoring that a gather repeats on every rank.
+vLLM's own functions in the tests. Times are those of the model that decides while serving, with
+rates of :mod:`.known_rates` where serving measures its own.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm.entrypoints.ckv.known_rates import GPUS, LINK_EFFICIENCY, Gpu, known_rates
 from vllm.entrypoints.ckv.output import (
     UsageError,
     check_folders,
@@ -38,6 +39,7 @@ from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
     RecordFormat,
     max_index_pages,
 )
+from vllm.v1.attention.backends.mla.ckv_gather.time_model import TimeModel
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backends.mla.ckv_gather.workspace import KernelScratch
@@ -52,40 +54,6 @@ KERNEL_BLOCK = 256
 
 MLA_BLOCK = 128
 """vLLM keeps blocks of hybrid MLA models at a multiple of this many tokens."""
-
-SCORING_EFFICIENCY = 0.45
-"""Share of a GPU's nominal FP8 rate that index scoring reaches; DeepGEMM's on an H200."""
-
-LINK_EFFICIENCY = 0.5
-"""Share of a link's nominal speed that NCCL's all-gathers reach; two H200 with NVLink gave it."""
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """Nominal figures of one kind of GPU.
-
-    family: compute capability, major x 10. link_gbps: GB/s that one GPU receives from others of
-    its host. fp8_tflops: dense, with float32 accumulation.
-    """
-
-    title: str
-    family: int
-    link_gbps: float
-    fp8_tflops: float
-
-
-GPUS = {
-    "rtx-pro-6000": Gpu("RTX PRO 6000 Blackwell, PCIe 5.0", 120, 63, 1000),
-    "rtx-5090": Gpu("GeForce RTX 5090, PCIe 5.0", 120, 63, 419),
-    "gb10": Gpu("GB10 (DGX Spark), 200 Gb/s network", 120, 25, 250),
-    "b200": Gpu("B200, NVLink 5", 100, 900, 4500),
-    "b300": Gpu("B300, NVLink 5", 100, 900, 4500),
-    "h100": Gpu("H100 SXM, NVLink 4", 90, 450, 1979),
-    "h200": Gpu("H200 SXM, NVLink 4", 90, 450, 1979),
-    "l40s": Gpu("L40S, PCIe 4.0", 80, 31, 733),
-    "a100": Gpu("A100 SXM, NVLink 3", 80, 300, 312),
-}
-"""``--gpu`` values. Links are one direction; ``--link-gbps`` takes what you measured instead."""
 
 DEFAULT_GPU = "rtx-pro-6000"
 
@@ -239,9 +207,8 @@ class ContextRow:
     """One chunk at one context length; bytes are those one rank receives, in all layers.
 
     context_tokens: visible to the last query of the chunk, which is part of it.
-    ckv_seconds, dcp_seconds: on the link. scoring_seconds: extra index scoring of a gather.
-    windows: in which it is gathered; more than one if the context exceeds the reserved tokens. The
-        estimate leaves out what merging them takes.
+    ckv_seconds, dcp_seconds: of exchanges, selection and attention, in all layers.
+    windows: in which it is gathered; more than one if the context exceeds the reserved tokens.
     """
 
     context_tokens: int
@@ -249,7 +216,6 @@ class ContextRow:
     dcp_bytes: int
     ckv_seconds: float
     dcp_seconds: float
-    scoring_seconds: float
     windows: int
 
 
@@ -390,6 +356,7 @@ def make_plan(
         UsageError, ValueError: the sizes do not go together; the message has the remedy.
     """
     from vllm.v1.attention.backends.mla.ckv_gather.staging import device_bytes
+    from vllm.v1.attention.backends.mla.ckv_gather.windows import Span, plan_spans
     from vllm.v1.attention.backends.mla.ckv_gather.workspace import (
         NO_SCRATCH,
         KernelScratch,
@@ -433,7 +400,6 @@ def make_plan(
 
     limit = min(max_model_len, MAX_VISIBLE_TOKENS) if max_tokens is None else max_tokens
     geometry.check_window(limit, max_model_len=max_model_len)
-    window = limit // geometry.window_granule * geometry.window_granule
     reserve = {"max_tokens": limit, "max_num_seqs": max_num_seqs}
     capacity = geometry.capacity(**reserve)
     local_heads = sizes.heads // tp
@@ -471,37 +437,42 @@ def make_plan(
         pool_topk=topk,
         a2a=dcp_comm_backend == "a2a",
     )
+    times = TimeModel(
+        model,
+        known_rates(
+            gpu,
+            local_heads=local_heads,
+            index_heads=sizes.index_heads,
+            world=dcp,
+            pool_size=sizes.pool_size,
+            link_gbps=link,
+        ),
+    )
     chunk = min(max_num_batched_tokens, max_model_len)
     layers = sizes.attention_layers
 
+    def spans(context: int) -> list[Span]:
+        granule = geometry.window_granule
+        return plan_spans([context], [chunk], capacity=limit, granule=granule, num_rows=chunk)
+
     def row(context: int) -> ContextRow:
-        ckv, dcp_bytes = layers * model.gathered([context]), layers * model.ordinary(chunk)
-        pools = context // sizes.pool_size * (dcp - 1) // dcp
-        operations = layers * chunk * pools * max(sizes.index_heads, 32) * 128 * 2
+        cut = spans(context)
+        costs = times.costs([context], [chunk], cut)
+        assert costs.gathered_seconds is not None and costs.ordinary_seconds is not None
         return ContextRow(
             context_tokens=context,
-            ckv_bytes=ckv,
-            dcp_bytes=dcp_bytes,
-            ckv_seconds=ckv / (link * 1e9),
-            dcp_seconds=dcp_bytes / (link * 1e9),
-            scoring_seconds=operations / (gpu.fp8_tflops * 1e12 * SCORING_EFFICIENCY),
-            windows=1 if context <= limit else -(-context // window),
+            ckv_bytes=layers * costs.gathered_bytes,
+            dcp_bytes=layers * costs.ordinary_bytes,
+            ckv_seconds=layers * costs.gathered_seconds,
+            dcp_seconds=layers * costs.ordinary_seconds,
+            windows=sum(span.num_windows for span in cut),
         )
-
-    def saves_time(context: int) -> bool:
-        at = row(context)
-        return at.ckv_seconds + at.scoring_seconds < at.dcp_seconds
 
     contexts = [chunk]
     while contexts[-1] * 2 < max_model_len:
         contexts.append(contexts[-1] * 2)
     if contexts[-1] != max_model_len:
         contexts.append(max_model_len)
-    break_even = model.break_even(chunk)
-    low, high = 0, break_even + 1  # time is gained at low, or low is 0; not at high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if saves_time(middle) else (low, middle)
     return Plan(
         model=sizes,
         gpu=gpu,
@@ -526,8 +497,8 @@ def make_plan(
         ordinary_peak_bytes=ordinary_peak_bytes(chunk, local_heads * dcp),
         kv_block_bytes=block,
         kv_tokens_given_up=-(-reserved // block) * page * dcp,
-        break_even_bytes=break_even,
-        break_even_seconds=low,
+        break_even_bytes=model.break_even(chunk),
+        break_even_seconds=times.break_even(chunk, spans),
         rows=[row(context) for context in contexts],
     )
 
@@ -567,13 +538,11 @@ def describe(plan: Plan) -> str:
         f"KV cache        {plan.kv_tokens_given_up:,} tokens given up, of all ranks together",
         f"fewer bytes     {_pays(plan.break_even_bytes, chunk, plan.max_model_len)}",
         f"less time       {_pays(plan.break_even_seconds, chunk, plan.max_model_len)}, "
-        f"estimated for {plan.link_gbps:g} GB/s",
+        f"estimated for {plan.link_gbps:.3g} GB/s",
         "",
-        f"a chunk of {chunk:,} tokens, received by one rank in all layers:",
+        f"a chunk of {chunk:,} tokens, received by one rank in all layers, and how long they take:",
     ]
-    table = [
-        ["context", "full-CKV", "ordinary DCP", "ratio", "ms", "+ scoring", "(DCP ms)", "windows"]
-    ]
+    table = [["context", "full-CKV", "ordinary DCP", "ratio", "ms", "(DCP ms)", "windows"]]
     table += [
         [
             f"{row.context_tokens:,}",
@@ -581,7 +550,6 @@ def describe(plan: Plan) -> str:
             size(row.dcp_bytes),
             f"{row.dcp_bytes / row.ckv_bytes:.1f}x",
             f"{row.ckv_seconds * 1e3:.2f}",
-            f"{row.scoring_seconds * 1e3:.2f}",
             f"{row.dcp_seconds * 1e3:.2f}",
             f"{row.windows}",
         ]
@@ -604,7 +572,7 @@ def draw(plan: Plan, path: Path) -> None:
     if plan.limit_tokens < contexts[-1]:
         axes.axvline(plan.limit_tokens, linestyle=":", color="grey", label="one window")
     if contexts[0] <= plan.break_even_seconds < contexts[-1]:
-        label = f"break-even at {plan.link_gbps:g} GB/s"
+        label = f"break-even at {plan.link_gbps:.3g} GB/s"
         axes.axvline(plan.break_even_seconds, linestyle="--", color="black", label=label)
     axes.set_xscale("log", base=2)
     axes.set_xticks(contexts, [f"{context / 1024:g}k" for context in contexts])
@@ -644,7 +612,7 @@ def find_gpu(name: str | None) -> tuple[Gpu, bool]:
         gpu for gpu in GPUS.values() if gpu.family == family
     ]
     known = near[0] if near else GPUS[DEFAULT_GPU]
-    return Gpu(title, family, known.link_gbps, known.fp8_tflops), False
+    return replace(known, title=title, family=family), False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -689,7 +657,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--link-gbps",
         type=float,
-        help="GB/s that a GPU receives in an all-gather (default: half of the link's nominal)",
+        help="GB/s that a GPU receives in an all-gather (default: 54 %% of the link's nominal)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan here")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw it, as .png or .svg")
