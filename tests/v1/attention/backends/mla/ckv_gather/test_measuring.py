@@ -53,7 +53,10 @@ class Machine(TorchReferenceKernels):
     def unpack_pools(self, gathered, starts, lengths, interleave, out, page_starts):
         self.take(int(lengths.sum()) * POOL_RECORD)
 
-    def select_pools(self, q_fp8, weights, pages, table, req_id, counts, topk):
+    def scratch_shapes(self, *, max_records, **sizes):
+        return [] if max_records is None else [((max_records,), torch.uint8)]
+
+    def select_pools(self, q_fp8, weights, pages, table, req_id, counts, topk, scratch=()):
         rows = q_fp8.shape[0]
         self.take(rows * SELECT_ROW + int(counts.sum()) * PAIR)
         return torch.full((rows, topk), -1, dtype=torch.int32), torch.zeros(rows, topk)
@@ -76,10 +79,10 @@ class Machine(TorchReferenceKernels):
         counts.copy_(((ids >= first) & (ids < last)).sum(1))
         return ids
 
-    def attend(self, query, records, ids, counts, scale, scratch=None):
+    def attend(self, query, records, ids, counts, scale, scratch=()):
         rows, heads = query.shape[:2]
-        each = PAGED_HEAD if scratch is None else OWN_HEAD
-        converted = 0 if scratch is None else records.shape[0] * CONVERT
+        each = OWN_HEAD if scratch else PAGED_HEAD
+        converted = records.shape[0] * CONVERT if scratch else 0
         self.take(heads * (rows * HEAD_ROW + int(counts.sum()) * each) + converted)
         return query, torch.zeros(rows, heads)
 
@@ -122,7 +125,8 @@ def machine(make_gather, monkeypatch):
     gather = make_gather(
         WORLD, freeze=False, index_topk=TOPK * POOL, max_model_len=8192, num_attention_heads=8
     )
-    gather.freeze_and_reserve(made, SHAPES)
+    gather.freeze(made)
+    gather.reserve(made, SHAPES)
     stock.lock_workspace()
     yield made, Layer(gather, made, CPU, made.query_gather, made.combine)
     stock.reset_workspace_manager()
