@@ -102,7 +102,8 @@ FLAGS: tuple[Flag, ...] = (
         "mode",
         False,
         "Gather all compressed-KV records for eligible prefill batches under decode context "
-        "parallelism; with auto only where that moves fewer bytes than the ordinary path.",
+        "parallelism; with auto only where that takes less time than the ordinary path, by a model "
+        "with rates measured at start, or fewer bytes where nothing is measured.",
     ),
     Flag(
         "VLLM_B12X_MLA_CKV_GATHER_MIN_TOKENS",
@@ -131,7 +132,7 @@ FLAGS: tuple[Flag, ...] = (
         "switch",
         False,
         "In a gathered batch let each rank select pools for a share of the rows and exchange their "
-        "ids, where a model expects that to take less time; not measured yet.",
+        "ids, where the same model expects that to take less time; not measured yet.",
     ),
     Flag(
         "VLLM_CKV_DEBUG",

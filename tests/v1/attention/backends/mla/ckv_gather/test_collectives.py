@@ -7,7 +7,7 @@ batch's numbers say it has to be.
 """
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import ckv_fuzz
 import pytest
@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from lockstep import Call, Lockstep, LockstepDist, Mismatch
 
 from vllm.plugins.b12x_mla_sparse import register
+from vllm.v1.attention.backends.mla.ckv_gather.time_model import Rates
 from vllm.v1.attention.backends.mla.sparse_mla_kernels.torch_reference import TorchReferenceKernels
 
 CASES = int(os.environ.get("CKV_COLLECTIVE_CASES", "400"))
@@ -60,7 +61,7 @@ class Batch:
 
     held: what is reserved, in percent of need, but no less than has to be. spare: added to it.
     auto: gather only where that moves fewer bytes. shard: share the selection out. mixed: prompts
-    may gather beside decodes.
+    may gather beside decodes. rates: of the time model, which then decides.
     """
 
     world: int
@@ -81,6 +82,7 @@ class Batch:
     shard: bool = False
     held: int = 100
     mixed: bool = False
+    rates: Rates | None = None
 
 
 @st.composite
@@ -267,6 +269,8 @@ def run_batch(
             rank.tables.pages = [[r * 20 + i for i in range(20)] for r in range(len(batch.rows))]
             rank.decision_options = {"capturing": batch.capturing, "is_draft_layer": batch.draft}
             rank.gather.vllm_config.parallel_config.use_ubatching = batch.overlap
+            if batch.rates is not None:
+                rank.gather.adopt(batch.rates)
             change(rank)
         for calls in lockstep.calls:
             calls.clear()
@@ -442,6 +446,58 @@ def test_the_model_notices_a_rank_that_counts_other_bytes():
 
     with pytest.raises(Mismatch, match=r"rank 0: Call.*rank 1: Call"):
         play(replace(PLAIN, rows=(17,), auto=True), change)
+
+
+# A received byte costs a second, and everything else nothing; or a collective, or a pair.
+NOTHING = Rates(*[0.0] * len(fields(Rates)))
+BYTES, COLLECTIVES, PAIRS = (
+    replace(NOTHING, **{name: 1.0}) for name in ("byte", "collective", "pair")
+)
+
+
+@st.composite
+def timed_batches(draw) -> Batch:
+    batch = draw(batches())
+    return replace(batch, auto=True, rates=draw(st.sampled_from([BYTES, COLLECTIVES, PAIRS])))
+
+
+@settings(max_examples=CASES // 4, deadline=None, suppress_health_check=list(HealthCheck))
+@given(timed_batches())
+def test_ranks_meet_whatever_takes_the_time(batch):
+    """Which path that is depends on the rates, and on no rank."""
+    lockstep, sizes = play(batch)
+    every = lockstep.calls[0]
+    assert all(calls == every for calls in lockstep.calls)
+    shared = gathered_calls(batch, sizes), gathered_calls(replace(batch, shard=False), sizes)
+    ordinary = ordinary_calls(sum(batch.rows) + batch.pad_tokens, sizes)
+    assert every in (*shared, ordinary)
+
+
+@pytest.mark.parametrize(
+    ("rates", "calls"), [(NOTHING, 3), (BYTES, 2), (COLLECTIVES, 2), (PAIRS, 3)], ids=str
+)
+def test_the_dearest_thing_decides(rates, calls):
+    """A gather takes two collectives and not three; four times as many pairs; here, fewer bytes."""
+    batch = replace(PLAIN, rows=(17,), auto=True, rates=rates)
+    lockstep, _ = play(batch)
+    assert [len(rank) for rank in lockstep.calls] == [calls] * 4
+
+
+@pytest.mark.parametrize(("rates", "calls"), [(COLLECTIVES, 2), (PAIRS, 3)], ids=str)
+def test_a_selection_is_shared_out_if_pairs_are_dear(rates, calls):
+    """Not by itself a reason to gather: the flag is 1."""
+    batch = replace(PLAIN, rows=(17,), cached=(300,), shard=True, rates=rates)
+    lockstep, _ = play(batch)
+    assert [len(rank) for rank in lockstep.calls] == [calls] * 4
+
+
+def test_the_model_notices_a_rank_with_other_rates():
+    def change(rank):
+        if rank.rank == 3:
+            rank.gather.adopt(PAIRS)
+
+    with pytest.raises(Mismatch, match=r"rank 2: Call.*rank 3: Call"):
+        play(replace(PLAIN, rows=(17,), auto=True, rates=BYTES), change)
 
 
 def test_the_model_notices_a_rank_that_ends_early_and_passes_errors_on():

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arithmetic of the time model: counts by brute force, and each rate on its own."""
+
+from dataclasses import fields, replace
+
+import pytest
+
+from vllm.v1.attention.backends.mla.ckv_gather.byte_model import ByteModel
+from vllm.v1.attention.backends.mla.ckv_gather.time_model import (
+    Costs,
+    Rates,
+    TimeModel,
+    sum_of_floors,
+    sum_of_least,
+)
+from vllm.v1.attention.backends.mla.ckv_gather.windows import plan_spans
+
+SIZES = ByteModel(
+    dcp_world_size=4, interleave=4, pool_size=4, record_bytes=528, local_heads=16, pool_topk=8,
+    a2a=False,
+)  # fmt: skip
+NOTHING = Rates(*[0.0] * len(fields(Rates)))
+LENGTHS, QUERIES = [100, 3000, 7], [20, 500, 7]
+
+
+def costs(rate, lengths=LENGTHS, queries=QUERIES, capacity=10_000, sizes=SIZES, **options):
+    spans = plan_spans(
+        lengths, queries, capacity=capacity, granule=1024, num_rows=sum(queries)
+    )  # fmt: skip
+    rates = replace(NOTHING, **{rate: 1.0})
+    made = TimeModel(sizes, rates).costs(lengths, queries, spans, **options)
+    return made.ordinary_seconds, made.gathered_seconds
+
+
+@pytest.mark.parametrize("last", [0, 1, 3, 4, 5, 7, 8, 1000])
+def test_sums(last):
+    assert sum_of_floors(last, 4) == sum(n // 4 for n in range(1, last + 1))
+    assert sum_of_least(last, 5) == sum(min(n, 5) for n in range(1, last + 1))
+
+
+def test_each_rate_counts_what_it_says():
+    seen = [n for end, rows in zip(LENGTHS, QUERIES, strict=True)
+            for n in range(end - rows + 1, end + 1)]  # fmt: skip
+    pairs, tokens = sum(n // 4 for n in seen), sum(min(n, 35) for n in seen)
+    assert costs("collective") == (4, 2)
+    assert costs("byte") == (SIZES.ordinary(527), SIZES.gathered(LENGTHS))
+    assert costs("pair") == (pairs / 4, pairs)
+    assert costs("own_heads") == (0, tokens)
+    assert costs("all_heads") == (tokens / 4, 0)
+    assert costs("ordinary") == (1, 0) and costs("ordinary_row") == (527, 0)
+    assert costs("gathered") == (0, 1) and costs("gathered_row") == (0, 527)
+    assert costs("token") == (0, 3107)
+    assert costs("merged") == costs("merged_row") == (0, 0)
+
+
+def test_a2a_takes_a_collective_less():
+    assert costs("collective", sizes=replace(SIZES, a2a=True)) == (3, 2)
+
+
+def test_windows():
+    """Requests of 100, 3,000 and 7 tokens: the second one in windows of 1,024, 1,024 and 952."""
+    options = {"capacity": 1024}
+    assert costs("collective", **options) == (4, 10)
+    assert costs("gathered", **options) == (0, 5)
+    assert costs("gathered_row", **options) == (0, 527 + 2 * 500)
+    assert costs("merged", **options) == (0, 2)
+    assert costs("merged_row", **options) == (0, 1000)
+    assert costs("token", **options) == (0, 3107)
+    # The first of 1,200 rows sees 300 tokens: 724 see no token of the second window.
+    assert costs("merged_row", [1500], [1200], **options) == (0, 1200 - 724)
+
+
+def test_a_shared_selection():
+    ordinary, gathered = costs("pair")
+    assert costs("pair", shares=4) == (ordinary, gathered / 4)
+    assert costs("collective", shares=4) == (4, 3)
+    assert costs("collective", shares=4, capacity=1024) == (4, 13)
+    assert costs("byte", shares=4)[1] == SIZES.gathered(LENGTHS, [527])
+
+
+def test_decodes_pay_for_what_the_ordinary_path_costs_however_small():
+    assert costs("collective", beside_decodes=True) == (0, 2)
+    assert costs("ordinary", beside_decodes=True) == (0, 0)
+    assert costs("ordinary_row", beside_decodes=True) == (527, 0)
+
+
+def shares(lengths=(8000,), queries=(100,), capacity=10_000, **rates):
+    spans = plan_spans(lengths, queries, capacity=capacity, granule=1024, num_rows=sum(queries))
+    made = replace(NOTHING, **rates) if rates else None
+    return TimeModel(SIZES, made).selection_shares(lengths, queries, spans)
+
+
+def test_shares_where_the_pairs_saved_take_longer_than_the_exchange():
+    pairs = TimeModel(SIZES).pairs([8000], [100])
+    saved, received = pairs * 3 / 4, 3 * 25 * 8 * 4
+    assert shares(pair=1.0, collective=saved * 0.999) == 4
+    assert shares(pair=1.0, collective=saved * 1.001) == 1
+    assert shares(pair=1.0, byte=saved / received * 0.999) == 4
+    assert shares(pair=1.0, byte=saved / received * 1.001) == 1
+    # Every span has an exchange of its own.
+    halves = {"lengths": (4000, 4000), "queries": (50, 50), "capacity": 4000}
+    pairs = 2 * TimeModel(SIZES).pairs([4000], [50])
+    assert shares(**halves, pair=1.0, collective=pairs * 3 / 8 * 0.999) == 4
+    assert shares(**halves, pair=1.0, collective=pairs * 3 / 8 * 1.001) == 1
+
+
+def test_without_rates_the_constants_decide():
+    assert shares() == 1
+    assert shares((2_000_000,), (8192,), 3_000_000) == 4
+
+
+def test_time_decides_where_it_is_known_and_bytes_elsewhere():
+    assert Costs(1, 2).gains and not Costs(2, 2).gains
+    assert Costs(2, 1, 1.0, 2.0).gains and not Costs(1, 2, 2.0, 2.0).gains
+    made = TimeModel(SIZES).costs([100], [20], plan_spans(
+        [100], [20], capacity=100, granule=64, num_rows=20))  # fmt: skip
+    assert (made.gathered_seconds, made.ordinary_seconds) == (None, None)
+
+
+def test_slowest():
+    one = replace(NOTHING, pair=2.0, token=1.0)
+    other = replace(NOTHING, pair=1.0, byte=3.0)
+    assert Rates.slowest([one, other]) == replace(NOTHING, pair=2.0, token=1.0, byte=3.0)
+
+
+def test_break_even_is_the_last_context_that_gains():
+    def spans(context):
+        return plan_spans([context], [64], capacity=4096, granule=1024, num_rows=64)
+
+    model = TimeModel(SIZES, replace(NOTHING, ordinary=1.0, token=1e-4))
+    assert model.break_even(64, spans) == 9999
+    assert replace(model, rates=NOTHING).break_even(64, spans) == 0
