@@ -111,6 +111,8 @@ def measure(worker: Any, batches: list[tuple[list[int], list[int]]]) -> dict[str
 
     batches: (lengths, queries). Seconds, and the rates by name.
     """
+    import torch
+
     from vllm.v1.attention.backends.mla.b12x_mla_sparse import B12xMLASparseImpl
     from vllm.v1.attention.backends.mla.ckv_gather.measuring import (
         agree,
@@ -131,24 +133,26 @@ def measure(worker: Any, batches: list[tuple[list[int], list[int]]]) -> dict[str
     # Behind the gates, which ask for a step's decision.
     layer = Layer(gather, impl.kernels, device, manager.query_gather.inner, manager.combine.inner)
     clock = device_clock(device) or host_clock
-    if gather.time_model.rates is None:
-        largest = min(shapes.num_tokens, 64)
-        gather.adopt(agree(measure_rates(layer, shapes, largest, clock)))
     rows = []
-    for lengths, queries in batches:
-        spans = gather.plan_spans(lengths, queries, sum(queries))
-        costs = gather.time_model.costs(lengths, queries, spans)
-        batch = SeeingBatch.of(shapes, device, lengths, queries, gather.pool_size)
-        rows.append(
-            {
-                "lengths": lengths,
-                "queries": queries,
-                "predicted_ordinary": costs.ordinary_seconds,
-                "ordinary": clock(layer.ordinary(batch, len(lengths))),
-                "predicted_gathered": costs.gathered_seconds,
-                "gathered": clock(layer.gathered(batch, lengths, queries)),
-            }
-        )
+    # As the engine's workspace was made.
+    with torch.inference_mode():
+        if gather.time_model.rates is None:
+            largest = min(shapes.num_tokens, 64)
+            gather.adopt(agree(measure_rates(layer, shapes, largest, clock)))
+        for lengths, queries in batches:
+            spans = gather.plan_spans(lengths, queries, sum(queries))
+            costs = gather.time_model.costs(lengths, queries, spans)
+            batch = SeeingBatch.of(shapes, device, lengths, queries, gather.pool_size)
+            rows.append(
+                {
+                    "lengths": lengths,
+                    "queries": queries,
+                    "predicted_ordinary": costs.ordinary_seconds,
+                    "ordinary": clock(layer.ordinary(batch, len(lengths))),
+                    "predicted_gathered": costs.gathered_seconds,
+                    "gathered": clock(layer.gathered(batch, lengths, queries)),
+                }
+            )
     return {"rates": asdict(gather.time_model.rates), "rows": rows}
 
 
