@@ -41,7 +41,7 @@ class NoKernels(TorchReferenceKernels):
 
     write_records = write_pools = pack_records = pack_pools = unpack_pools = nothing
 
-    def select_pools(self, q_fp8, weights, index_pages, page_table, req_id, pool_counts, topk):
+    def select_pools(self, q_fp8, weights, pages, table, req_id, counts, topk, scratch=None):
         ids = torch.full((q_fp8.shape[0], topk), -1, dtype=torch.int32)
         return ids, torch.full(ids.shape, float("-inf"))
 
