@@ -161,17 +161,18 @@ class _Measurement:
         # What was there before may be no number, with which nothing is slower, but a test may fail.
         records.zero_()
         cache, width = self.layer.cache.flatten(0, 1), self.shapes.width
-        return (
-            self._attention(self.shapes.local_heads, records, width, scratch),
-            self._attention(world * self.shapes.local_heads, cache, -(-width // world), None),
-        )
+        own = self._attention(self.shapes.local_heads, records, width, scratch)
+        # In the bytes of the records, which are no longer needed.
+        scratch = tuple(self.gather.ordinary_scratch.borrow_attention())
+        heads = world * self.shapes.local_heads
+        return own, self._attention(heads, cache, -(-width // world), scratch)
 
     def _attention(
         self,
         heads: int,
         records: torch.Tensor,
         tokens: int,
-        scratch: tuple[torch.Tensor, ...] | None,
+        scratch: tuple[torch.Tensor, ...],
     ) -> float:
         batch, shapes = self.many, self.shapes
         query = batch.zeros(heads, LATENT_DIM, dtype=torch.bfloat16)
@@ -189,6 +190,7 @@ class _Measurement:
         """Of a row's score of a pool."""
         batch, layer = self.many, self.layer
         table = layer.table(1, self.gather.max_pages)
+        scratch = self.gather.ordinary_scratch.borrow_selection()
 
         def select(pools: int) -> float:
             pages, counts = layer.index_cache, batch.zeros().fill_(pools)
@@ -200,6 +202,7 @@ class _Measurement:
                     batch.req_id(),
                     counts,
                     self.shapes.pool_topk,
+                    scratch,
                 )
             )
 
