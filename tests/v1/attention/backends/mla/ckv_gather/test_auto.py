@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``VLLM_B12X_MLA_CKV_GATHER=auto``: the byte model decides, alike on every rank."""
 
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from vllm.v1.attention.backends.mla.ckv_gather import exchange, startup
 from vllm.v1.attention.backends.mla.ckv_gather import plan as plan_module
 from vllm.v1.attention.backends.mla.ckv_gather.eligibility import Reason
+from vllm.v1.attention.backends.mla.ckv_gather.time_model import Rates
 from vllm.v1.attention.backends.mla.sparse_mla_kernels.torch_reference import TorchReferenceKernels
 
 
@@ -58,6 +60,21 @@ def test_decodes_beside_the_prompts_move_no_bytes(make_auto, make_common, monkey
         batch = make_common([1, 17], [90_000, visible], [False, True])
         made = gather.plan_batch(batch, num_decode_tokens=1, capturing=False)
         assert (made is not None) == (visible == last)
+
+
+def test_time_decides_where_rates_are_known(make_auto, make_common, monkeypatch):
+    """A launch of the ordinary path, and nothing else: decodes pay for it in any case."""
+    monkeypatch.setenv("VLLM_B12X_MLA_CKV_GATHER_MIXED", "1")
+    gather = make_auto(max_model_len=100_000)
+    nothing = Rates(*[0.0] * len(fields(Rates)))
+    gather.adopt(replace(nothing, ordinary=1.0))
+    assert plan(gather, make_common([17], [90_000])) is not None
+    mixed = make_common([1, 17], [50, 90_000], [False, True])
+    assert gather.plan_batch(mixed, num_decode_tokens=1, capturing=False) is None
+    gather.adopt(replace(nothing, gathered=1.0))
+    assert plan(gather, make_common([17], [17])) is None
+    gather.adopt(None)
+    assert plan(gather, make_common([17], [17])) is not None
 
 
 def test_one_stays_whenever_eligible(make_gather, make_common):
