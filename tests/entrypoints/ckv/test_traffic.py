@@ -159,7 +159,7 @@ def test_a_missing_wave_is_a_violation():
         ({"free_blocks": 11}, "11 of 12 blocks are free after wave 3"),
         ({"known_requests": 1}, "1 requests remain after wave 3"),
         ({"memory": [memory(), memory(tensors=11)]}, "rank 1: tensors reached"),
-        ({"memory": [memory(tensor_bytes=101), memory()]}, "rank 0: tensor_bytes reached"),
+        ({"memory": [memory(tensor_bytes=4197), memory()]}, "rank 0: tensor_bytes reached"),
         ({"memory": [memory(allocated=501), memory()]}, "allocated reached"),
         ({"memory": [memory(), memory(allocated_peak=571)]}, "held 71 bytes for a moment"),
         ({"memory": [memory(), memory(objects=9501)]}, "objects reached"),
