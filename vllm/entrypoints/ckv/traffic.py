@@ -33,8 +33,10 @@ NEAR_TIE = 0.02
 """Two best log-probabilities this close may change places: each may move by ``LIMIT_VS_DCP``."""
 
 TENSOR_GROWTH = 4096
-"""Bytes by which tensors, no more in number, may exceed those of the first half: what a batch leaves
-behind has its size, and a later one may be the largest. Seen: 64 and 80."""
+"""Bytes by which tensors, no more in number, may exceed those of the first half.
+
+What a batch leaves behind has its size, and a later one may be the largest. Seen: 64 and 80.
+"""
 
 GROWTH_BEYOND_OFF = {"resident": 64 << 20, "reserved": 20 << 20}
 """Bytes by which the gathering side may grow over the second half beyond the other side's growth.
