@@ -94,7 +94,7 @@ def test_without_the_gather_no_selection_is_shared(make_gather, monkeypatch) -> 
     assert not make_gather(1).shard_selection
 
 
-@pytest.mark.parametrize(("visible", "shares"), [(87_060, 1), (87_200, 4)])
+@pytest.mark.parametrize(("visible", "shares"), [(89_100, 1), (89_250, 4)])
 def test_decodes_beside_prompts_do_not_share_a_selection_out(
     make_gather, make_common, monkeypatch, visible, shares
 ):
