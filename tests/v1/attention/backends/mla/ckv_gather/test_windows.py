@@ -321,3 +321,17 @@ def test_a_window_is_staged_once_however_many_there_are(make_gather, make_common
     assert len(plan.windows) == 782 + 586 + 391 and len(layouts) == 4
     tables = [window.layout.page_table.data_ptr() for window in plan.windows]
     assert len(set(tables)) == 4
+
+
+def test_a_span_counts_its_own_rows():
+    span = Span(slice(1, 2), slice(5, 9), (0, 8, 20), first_position=6)
+    assert span.num_rows == 4 and span.num_windows == 2
+    # Positions 6 to 9: two rows lie before the second window.
+    assert span.rows_from(8) == slice(7, 9) and span.rows_from(10) == slice(9, 9)
+
+
+@pytest.mark.parametrize("first", [15, 100])
+def test_requests_behind_a_span_fit_exactly(first):
+    spans = plan_spans([first, 10, 10], [3, 2, 1], capacity=20, granule=4, num_rows=7)
+    assert [span.requests for span in spans] == [slice(0, 1), slice(1, 3)]
+    assert [span.rows for span in spans] == [slice(0, 3), slice(3, 7)]
