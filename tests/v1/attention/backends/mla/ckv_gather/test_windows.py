@@ -190,7 +190,7 @@ def test_a_single_window_is_not_touched():
     assert merged[0] is out and merged[1] is lse
 
 
-@pytest.mark.parametrize("topk", [2, 5, 64])
+@pytest.mark.parametrize("topk", [2, 5, 64, 100])
 def test_candidates_of_windows_merge_to_the_selection_of_one(topk):
     """Keys repeat, so that equal scores meet across windows: the lower id has to win."""
     kernels, make = TorchReferenceKernels(), torch.Generator().manual_seed(topk)
@@ -328,6 +328,12 @@ def test_a_span_counts_its_own_rows():
     assert span.num_rows == 4 and span.num_windows == 2
     # Positions 6 to 9: two rows lie before the second window.
     assert span.rows_from(8) == slice(7, 9) and span.rows_from(10) == slice(9, 9)
+
+
+def test_a_request_as_long_as_the_capacity_has_one_window():
+    (span,) = plan_spans([20], [3], capacity=20, granule=4, num_rows=3)
+    assert span == Span(slice(0, 1), slice(0, 3))
+    assert (span.bounds, span.first_position) == ((), 0)
 
 
 @pytest.mark.parametrize("first", [15, 100])
