@@ -45,6 +45,9 @@ EQUIVALENT: dict[str, str] = {
         "the stand-in of an id that is not valid: any position that exists will do, because the "
         "row computed from it is replaced by -1"
     ),
+    "windows.merge_candidates: 1 -> 2": (
+        "-1 becomes -2: to the merge all negative ids are no candidate"
+    ),
 }
 
 _BINARY = {
