@@ -61,6 +61,20 @@ def configuration(world: int = 2, **changes) -> SimpleNamespace:
     )
 
 
+@pytest.fixture(scope="module")
+def gather_on():
+    """The flag on, the backend registered, vLLM quiet; gives the MonkeyPatch for more flags."""
+    import ckv_fuzz
+
+    from vllm.plugins.b12x_mla_sparse import register
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_B12X_MLA_CKV_GATHER", "1")
+        register()
+        with ckv_fuzz.quiet():
+            yield patch
+
+
 @pytest.fixture
 def make_config() -> Callable:
     """:func:`configuration`."""

@@ -9,7 +9,6 @@ batch's numbers say it has to be.
 import os
 from dataclasses import dataclass, fields, replace
 
-import ckv_fuzz
 import pytest
 import torch
 from ckv_ranks import INDEX_HEADS, Inputs, Sizes, Step, run_step, simulated_ranks
@@ -17,20 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lockstep import Call, Lockstep, LockstepDist, Mismatch
 
-from vllm.plugins.b12x_mla_sparse import register
 from vllm.v1.attention.backends.mla.ckv_gather.time_model import Rates
 from vllm.v1.attention.backends.mla.sparse_mla_kernels.torch_reference import TorchReferenceKernels
 
 CASES = int(os.environ.get("CKV_COLLECTIVE_CASES", "400"))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def gather_on():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_B12X_MLA_CKV_GATHER", "1")
-        register()
-        with ckv_fuzz.quiet():
-            yield
+pytestmark = pytest.mark.usefixtures("gather_on")
 
 
 class NoKernels(TorchReferenceKernels):

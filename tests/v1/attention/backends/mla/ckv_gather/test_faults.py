@@ -5,7 +5,6 @@ import os
 import time
 from datetime import timedelta
 
-import ckv_fuzz
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,19 +12,11 @@ import torch.multiprocessing as mp
 from ckv_oracle import Bank
 from ckv_ranks import Sizes, Step, run_step, simulated_ranks
 
-from vllm.plugins.b12x_mla_sparse import register
 from vllm.v1.attention.backends.mla.ckv_gather import exchange
 from vllm.v1.attention.backends.mla.ckv_gather.layout import StagedLayout, plan_layout
 from vllm.v1.attention.backends.mla.sparse_mla_kernels.torch_reference import TorchReferenceKernels
 
-
-@pytest.fixture(autouse=True, scope="module")
-def gather_on():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_B12X_MLA_CKV_GATHER", "1")
-        register()
-        with ckv_fuzz.quiet():
-            yield
+pytestmark = pytest.mark.usefixtures("gather_on")
 
 
 @pytest.fixture(scope="module")

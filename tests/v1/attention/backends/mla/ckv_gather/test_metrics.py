@@ -17,14 +17,14 @@ from vllm.v1.attention.backends.mla.ckv_gather.eligibility import Reason
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 
 
-def scrape(folder):
+def scraped(folder):
     registry = CollectorRegistry()
     registry.register(metrics.GatherCollector(folder))
-    return samples(registry)
+    return generate_latest(registry).decode()
 
 
-def samples(registry):
-    lines = generate_latest(registry).decode().splitlines()
+def scrape(folder):
+    lines = scraped(folder).splitlines()
     return dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
 
 
@@ -95,9 +95,7 @@ def test_a_scrape_is_read_back(tmp_path):
     counters.ordinary[Reason.TOO_MANY_REQUESTS] = 2
     for engine, totals in ((0, counters), (5, GatherCounters())):
         (tmp_path / f"{engine}.json").write_text(json.dumps(totals.as_dict()))
-    registry = CollectorRegistry()
-    registry.register(metrics.GatherCollector(tmp_path))
-    read = metrics.read(generate_latest(registry).decode() + "vllm:other_total 3.0\n")
+    read = metrics.read(scraped(tmp_path) + "vllm:other_total 3.0\n")
     assert read == {"0": counters, "5": GatherCounters()}
     assert metrics.read("vllm:other_total 3.0\n") == {}
 

@@ -7,7 +7,6 @@ import torch
 from ckv_oracle import Bank
 from ckv_ranks import Sizes, Step, run_step, simulated_ranks
 
-from vllm.plugins.b12x_mla_sparse import register
 from vllm.v1.attention.backends.mla.sparse_mla_kernels.torch_reference import TorchReferenceKernels
 
 WORLD = 3
@@ -16,13 +15,7 @@ DECODES = 3
 """The first requests decode, the others are prompts, one of them in windows."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def gather_on():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_B12X_MLA_CKV_GATHER", "1")
-        register()
-        with ckv_fuzz.quiet():
-            yield
+pytestmark = pytest.mark.usefixtures("gather_on")
 
 
 def play(record, rows, mixed, with_prompts):

@@ -11,7 +11,6 @@ from ckv_fuzz import Case, Request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm.plugins.b12x_mla_sparse import register
 from vllm.v1.attention.backends.mla.ckv_gather import geometry as g
 from vllm.v1.attention.backends.mla.ckv_gather import plan as plan_module
 from vllm.v1.attention.backends.mla.ckv_gather.layout import plan_layout
@@ -223,15 +222,6 @@ def test_candidates_of_windows_merge_to_the_selection_of_one(topk):
 
 
 # The whole way
-
-
-@pytest.fixture(scope="module")
-def gather_on():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_B12X_MLA_CKV_GATHER", "1")
-        register()
-        with ckv_fuzz.quiet():
-            yield patch
 
 
 ROWS = (13, 11, 2)
