@@ -15,7 +15,6 @@ import json
 import random
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 from prefill_engine import MODELS, add_engine_options, make_job
 
 from vllm.entrypoints.ckv.bench import make_prompt
-from vllm.entrypoints.ckv.engine import run_program, start_engine
+from vllm.entrypoints.ckv.engine import log_folder, run_program, start_engine
 
 WARM_UP_STEPS = 8
 """Steps with all requests decoding before the first timed one."""
@@ -67,8 +66,7 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=64, help="timed steps")
     arguments = parser.parse_args()
     arguments.max_num_seqs = arguments.requests
-    logs = arguments.logs or Path(tempfile.mkdtemp(prefix="decode-engine-"))
-    logs.mkdir(parents=True, exist_ok=True)
+    logs = log_folder(arguments.logs, "decode-engine")
     # Early requests decode while the others' prompts are computed.
     chunks = -(-arguments.context * arguments.requests // arguments.chunk)
     answer = 2 * chunks + arguments.requests + WARM_UP_STEPS + arguments.samples + 1

@@ -19,14 +19,19 @@ import json
 import random
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from vllm.entrypoints.ckv.bench import make_prompt
-from vllm.entrypoints.ckv.engine import EngineJob, EngineResult, add_event, run_engine
+from vllm.entrypoints.ckv.engine import (
+    EngineJob,
+    EngineResult,
+    add_event,
+    log_folder,
+    run_engine,
+)
 from vllm.entrypoints.ckv.layer_times import KINDS
 from vllm.entrypoints.ckv.output import json_object
 
@@ -183,8 +188,7 @@ def main() -> int:
     parser.add_argument("--concurrent", type=int, default=1, help="prompts submitted together")
     parser.add_argument("--layer-times", nargs=2, metavar=("LENGTH", "FILE"))
     arguments = parser.parse_args()
-    logs = arguments.logs or Path(tempfile.mkdtemp(prefix="prefill-engine-"))
-    logs.mkdir(parents=True, exist_ok=True)
+    logs = log_folder(arguments.logs, "prefill-engine")
     rows: list[Row] = []
     layer_times: list[dict[str, Any]] = []
     failed = False

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -28,7 +27,7 @@ from typing import Any
 
 from prefill_engine import MODELS, add_engine_options, make_job
 
-from vllm.entrypoints.ckv.engine import run_program, start_engine
+from vllm.entrypoints.ckv.engine import log_folder, run_program, start_engine
 from vllm.entrypoints.ckv.model import write_model
 
 LIMIT = 0.15
@@ -204,8 +203,7 @@ def main() -> int:
     arguments = parser.parse_args()
     batches = SMALL if arguments.cpu else BATCHES
     arguments.environment = {"VLLM_B12X_MLA_CKV_GATHER": "auto"} | arguments.environment
-    logs = arguments.logs or Path(tempfile.mkdtemp(prefix="time-model-"))
-    logs.mkdir(parents=True, exist_ok=True)
+    logs = log_folder(arguments.logs, "time-model")
     longest = max(sum(lengths) for lengths, _ in batches)
     arguments.max_num_seqs = max(len(lengths) for lengths, _ in batches)
     if arguments.cpu:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.entrypoints.ckv import traffic
+from vllm.entrypoints.ckv.engine import log_folder
 from vllm.entrypoints.ckv.model import write_model
 from vllm.entrypoints.ckv.output import json_object, versions
 from vllm.entrypoints.ckv.verify import has_hyper_connections
@@ -106,8 +106,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the result here as JSON")
     parser.add_argument("--logs", type=Path, help="keep the engines' logs here")
     arguments = parser.parse_args()
-    folder = arguments.logs or Path(tempfile.mkdtemp(prefix="traffic-"))
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = log_folder(arguments.logs, "traffic")
     scale = traffic.CPU if arguments.cpu else traffic.GPU
     if arguments.prefix is not None:
         scale = replace(

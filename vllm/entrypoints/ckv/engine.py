@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -104,6 +105,14 @@ def backend_arguments(
         arguments["decode_context_parallel_size"] = dcp
         arguments["cp_kv_cache_interleave_size"] = interleave
     return arguments | further
+
+
+def log_folder(chosen: Path | None, name: str) -> Path:
+    """``chosen``, made if it is not there; if None, a temporary folder whose name begins with
+    ``name``."""
+    folder = chosen or Path(tempfile.mkdtemp(prefix=f"{name}-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def gpu_count() -> int:
