@@ -471,17 +471,16 @@ class CkvGather:
             for_graph_capture=capturing,
             dual_batch_overlap=self.vllm_config.parallel_config.use_ubatching,
         )
-        rows, shares = common.num_actual_tokens - num_decode_tokens, 1
+        shares = 1
+        seq_lens: list[int] = []
         spans: list[Span] = []
         decision = decide(facts, self.limits)
         # Lengths are exact, and no longer than the model's, for batches that may gather alone. Only
         # what it costs, the last reason, is still to be known.
         if lengths is not None and decision.reason in (Reason.ELIGIBLE, Reason.NO_GAIN):
-            lengths, query_lens = lengths[:num_requests].long(), query_lens[:num_requests].long()
-            spans = self.plan_spans(
-                lengths.tolist(), query_lens.tolist(), common.num_actual_tokens, first=num_decodes
-            )
-            batch = lengths[prompts].tolist(), query_lens[prompts].tolist(), spans
+            seq_lens, queries = lengths[:num_requests].tolist(), query_lens[:num_requests].tolist()
+            spans = self.plan_spans(seq_lens, queries, common.num_actual_tokens, first=num_decodes)
+            batch = seq_lens[num_decodes:], queries[num_decodes:], spans
             if self.time_model is not None and self.shard_selection:
                 shares = self.time_model.selection_shares(*batch)
             if self.time_model is not None and self.limits.gains_only:
@@ -499,7 +498,7 @@ class CkvGather:
                     facts.num_query_tokens,
                     num_requests,
                     facts.visible_tokens,
-                    rows,
+                    common.num_actual_tokens - num_decode_tokens,
                     shares,
                     num_windows,
                 ],
@@ -511,8 +510,7 @@ class CkvGather:
                 self.timer.begin_step(gathers=decision.gather)
         if not decision.gather:
             return None
-        assert lengths is not None
-        return self.layout_batch(lengths.tolist(), spans, common.seq_lens.device, shares)
+        return self.layout_batch(seq_lens, spans, common.seq_lens.device, shares)
 
     def plan_spans(
         self,
@@ -960,11 +958,8 @@ def counters(worker: Any) -> dict[str, Any]:
     worker: the worker (or its wrapper), which ``collective_rpc`` passes.
 
     Returns:
-        ``gathered_batches``, ``gathered_query_tokens``, ``gathered_visible_tokens``,
-        ``ordinary_batches`` (reason name -> batches), ``ckv_bytes``, ``dcp_bytes`` and
-        ``exchange_seconds`` (kind -> counts by bucket, and total), as plain numbers; see
-        :class:`.counters.GatherCounters`. Batches that vLLM runs to warm up are among them: take
-        the difference of two calls for one piece of work.
+        :meth:`.counters.GatherCounters.as_dict`. Batches that vLLM runs to warm up are among them:
+        take the difference of two calls for one piece of work.
 
     Raises:
         RuntimeError: no layer of this worker runs on B12X_MLA_SPARSE.
