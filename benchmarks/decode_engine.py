@@ -6,6 +6,10 @@
 Every request has a prompt of its own. When the last one has its first token, all of them decode;
 the steps from there on are timed one by one. Full-CKV prefill is on in ``ours_ckv``: its decode is
 the ordinary path, which this shows to be no slower than stock's.
+
+``--beside TOKENS`` then adds prompts of that length, one after the other, while all others go on
+decoding, and times each until its first token. Their batches are mixed; ``ours_ckv`` gathers in
+them with ``--environment '{"VLLM_B12X_MLA_CKV_GATHER_MIXED":"1"}'``.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from typing import Any
 from prefill_engine import MODELS, add_engine_options, make_job
 
 from vllm.entrypoints.ckv.bench import make_prompt
-from vllm.entrypoints.ckv.engine import log_folder, run_program, start_engine
+from vllm.entrypoints.ckv.engine import counters_of, log_folder, run_program, start_engine
 
 WARM_UP_STEPS = 8
 """Steps with all requests decoding before the first timed one."""
@@ -40,6 +44,7 @@ def serve() -> None:
     sampling = SamplingParams(
         temperature=0, max_tokens=job["answer"], ignore_eos=True, detokenize=False
     )
+    one_token = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
     for number in range(job["requests"]):
         prompt = TokensPrompt(prompt_token_ids=make_prompt(job["context"], job["vocabulary"], rng))
         engine.add_request(str(number), prompt, sampling)
@@ -54,7 +59,22 @@ def serve() -> None:
         outputs = engine.step()
         seconds.append(time.perf_counter() - began)
         assert len(outputs) == job["requests"], "a request ended before the last step"
-    emit(event="decode", prefill_seconds=prefill, step_seconds=seconds[WARM_UP_STEPS:])
+    beside = []
+    for number in range(job["beside_samples"]):
+        name = f"beside {number}"
+        tokens = make_prompt(job["beside"], job["vocabulary"], rng)
+        engine.add_request(name, TokensPrompt(prompt_token_ids=tokens), one_token)
+        began = time.perf_counter()
+        while name not in {output.request_id for output in engine.step() if output.finished}:
+            pass
+        beside.append(time.perf_counter() - began)
+    emit(
+        event="decode",
+        prefill_seconds=prefill,
+        step_seconds=seconds[WARM_UP_STEPS:],
+        beside_seconds=beside[1:],
+        counters=counters_of(llm),
+    )
 
 
 def main() -> int:
@@ -64,25 +84,39 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--context", type=int, default=32768, help="prompt tokens of a request")
     parser.add_argument("--samples", type=int, default=64, help="timed steps")
+    parser.add_argument("--beside", type=int, default=0, metavar="TOKENS", help="further prompts")
+    parser.add_argument("--beside-samples", type=int, default=5, help="timed ones of them")
     arguments = parser.parse_args()
-    arguments.max_num_seqs = arguments.requests
+    if arguments.beside and arguments.chunk <= arguments.requests:
+        parser.error(
+            f"--chunk {arguments.chunk} leaves no row for prompts beside {arguments.requests} "
+            "decoding requests: raise it"
+        )
+    beside_samples = 1 + arguments.beside_samples if arguments.beside else 0
+    arguments.max_num_seqs = arguments.requests + bool(arguments.beside)
     logs = log_folder(arguments.logs, "decode-engine")
     # Early requests decode while the others' prompts are computed.
     chunks = -(-arguments.context * arguments.requests // arguments.chunk)
     answer = 2 * chunks + arguments.requests + WARM_UP_STEPS + arguments.samples + 1
+    if arguments.beside:
+        rows_left = arguments.chunk - arguments.requests
+        answer += beside_samples * (-(-arguments.beside // rows_left) + 1)
     rows: list[dict[str, Any]] = []
     failed = False
     for name in arguments.models:
         model = Path(name) if Path(name).is_dir() else MODELS / name
         vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
         for mode in arguments.modes:
-            job = make_job(model, mode, arguments, arguments.context + answer)
+            longest = max(arguments.context + answer, arguments.beside + 256)
+            job = make_job(model, mode, arguments, longest)
             payload = {
                 "arguments": job.arguments | {"async_scheduling": False},
                 "requests": arguments.requests,
                 "context": arguments.context,
                 "answer": answer,
                 "samples": arguments.samples,
+                "beside": arguments.beside,
+                "beside_samples": beside_samples,
                 "vocabulary": vocabulary,
             }
             log = logs / f"{model.name}-{mode}.log"
@@ -115,10 +149,19 @@ def main() -> int:
                 }
             )
             row = rows[-1]
+            if arguments.beside:
+                beside = statistics.median(result["beside_seconds"])
+                row |= {
+                    "beside_tokens": arguments.beside,
+                    "beside_samples": len(result["beside_seconds"]),
+                    "beside_tok_s": round(arguments.beside / beside, 1),
+                    "gathered_batches": result["counters"].get("gathered_batches", 0),
+                }
             print(
                 f"{job.name}: {row['requests']} requests of {row['context']:,} tokens: "
                 f"{row['step_ms']:.2f} ms a step (best {row['best_step_ms']:.2f}), "
-                f"{row['tok_s']:,.0f} tok/s",
+                f"{row['tok_s']:,.0f} tok/s"
+                + (f"; beside them {row['beside_tok_s']:,.0f} tok/s" if arguments.beside else ""),
                 flush=True,
             )
             if arguments.out:
