@@ -141,6 +141,32 @@ def test_all_ranks_raise_when_one_differs():
     assert "VLLM_B12X_MLA_CKV_GATHER is 0 on rank 0 and 1 on rank 1" in messages[0]
 
 
+class Failing(TorchReferenceKernels):
+    def warm_up(self, *args, **kwargs):
+        raise ValueError("no compiler")
+
+
+def fail_alone(rank: int, world: int) -> str:
+    group = SimpleNamespace(rank_in_group=rank, cpu_group=dist.group.WORLD)
+    startup.get_dcp_group = lambda: group
+    geometry = g.FrozenGeometry()
+    geometry.freeze(g.PageGeometry(256, g.FP8_DS_MLA, 4, 4, world))
+    gather = SimpleNamespace(dcp_world_size=world, geometry=geometry, pool_size=4)
+    kernels = Failing() if rank else TorchReferenceKernels()
+    try:
+        startup.warm_up(gather, kernels, SHAPES, torch.device("cpu"))
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "ready"
+
+
+def test_no_rank_waits_for_one_whose_kernels_do_not_start():
+    messages = run_ranks(3, "fail_alone")
+    assert messages[1] == messages[2] == "ValueError: no compiler"
+    assert messages[0].startswith("RuntimeError: the kernels of rank 1 ")
+    assert "ValueError('no compiler')" in messages[0]
+
+
 class Recording(TorchReferenceKernels):
     """The reference kernels; notes which operations run, and with how many rows."""
 
@@ -213,7 +239,8 @@ def start(rank: int, world: int, changes: dict | None = None, *, clock: bool = F
     group = SimpleNamespace(
         rank_in_group=rank, cpu_group=dist.group.WORLD, device_group=dist.group.WORLD
     )
-    plan_module.get_dcp_group = measuring.get_dcp_group = lambda: group
+    for module in (plan_module, measuring, startup):
+        module.get_dcp_group = lambda: group
     log: list[str] = []
     plan_module.logger.info = lambda text, *values: log.append(text % values)
     candidates = exchange.all_gather_candidates
@@ -301,8 +328,8 @@ def test_the_first_run_takes_every_operation_through_every_collective():
             assert not any(durations["counts"].values())
     assert ranks[0]["entered"] == ranks[1]["entered"]
     names = [name for name, _ in ranks[0]["entered"]]
-    assert names[0] == "all_gather_object" and names.count("all_gather_object") == 1
-    shapes = [tuple(shape) for name, shape in ranks[0]["entered"][1:]]
+    assert names[:2] == ["all_gather_object"] * 2 and names.count("all_gather_object") == 2
+    shapes = [tuple(shape) for name, shape in ranks[0]["entered"][2:]]
     # Candidates of both batches; one token, with no pool; one pool; then the whole capacity; then
     # 1,001 tokens, keys of windows of 512 and 489, and their records.
     assert shapes == [
@@ -322,7 +349,7 @@ def test_without_room_for_a_window_the_first_run_takes_several_requests():
         assert result["attended"] == [1, 6, 6, 6, 6, 1, 5]
         assert result["same_bytes"] and result["reserved"][0] == result["reserved"][1]
     assert ranks[0]["entered"] == ranks[1]["entered"]
-    shapes = [tuple(shape) for _, shape in ranks[0]["entered"][1:]]
+    shapes = [tuple(shape) for _, shape in ranks[0]["entered"][2:]]
     assert shapes[-4:] == [(76, 132), (76, 132), (304, 528), (304, 528)]
 
 
@@ -366,7 +393,7 @@ def start_without_a_clock(rank: int, world: int) -> dict:
 def test_without_a_clock_bytes_decide_and_the_log_says_so():
     for result in run_ranks(2, "start_without_a_clock"):
         assert result["rates"] is None
-        assert [name for name, _ in result["entered"]].count("all_gather_object") == 1
+        assert [name for name, _ in result["entered"]].count("all_gather_object") == 2
         assert any("nothing is measured on this platform" in line for line in result["log"])
 
 
@@ -383,7 +410,7 @@ def test_the_first_run_shares_selections_out_as_well():
         assert result["counters"]["ckv_bytes"] == 0
         assert result["attended"] == [1, 6, 6, 6, 6, 6, 6, 1, 6]
     assert ranks[0]["entered"] == ranks[1]["entered"]
-    shapes = [tuple(shape) for _, shape in ranks[0]["entered"][1:]]
+    shapes = [tuple(shape) for _, shape in ranks[0]["entered"][2:]]
     # After everything else: one row, of which rank 1 has none; then six.
     keys, records = (250, 132), (1000, 528)
     assert shapes[11:] == [keys, (2, 8), records, keys, (6, 8), records]

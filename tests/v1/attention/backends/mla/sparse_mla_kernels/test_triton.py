@@ -5,6 +5,9 @@ import importlib
 import os
 import subprocess
 import sys
+import threading
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,6 +56,47 @@ def test_the_platform_chooses_the_provider(monkeypatch, cuda, capability, expect
         platform.has_device_capability = lambda wanted: wanted <= 75
         with pytest.raises(RuntimeError, match=r"8\.0"):
             choose()
+
+
+def test_warm_up_threads_work_on_the_callers_stream(monkeypatch):
+    """On another one they could read what the caller has not written yet."""
+    from vllm.v1.attention.backends.mla.sparse_mla_kernels import triton
+
+    current = threading.local()
+
+    @contextmanager
+    def stream(chosen):
+        current.stream = chosen
+        yield
+
+    cuda = SimpleNamespace(
+        current_stream=lambda device: "the caller's",
+        stream=stream,
+        device=lambda device: nullcontext(),
+        device_count=lambda: 2,
+    )
+    monkeypatch.setattr(triton.torch, "cuda", cuda)
+    seen = []
+
+    def task(number):
+        seen.append((number, current.stream))
+
+    triton._run_tasks([partial(task, number) for number in range(20)], torch.device("cuda", 1))
+    assert sorted(seen) == [(number, "the caller's") for number in range(20)]
+
+
+@on_gpu
+def test_warm_up_threads_read_what_the_caller_wrote_on_a_stream_of_its_own():
+    from vllm.v1.attention.backends.mla.sparse_mla_kernels import triton
+
+    found = []
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(100_000_000)
+        written = torch.ones(1 << 20, device="cuda")
+        tasks = [lambda: found.append(written.sum())] * 8
+        triton._run_tasks(tasks, torch.device("cuda", 0))
+    torch.cuda.synchronize()
+    assert [int(total) for total in found] == [1 << 20] * 8
 
 
 @pytest.mark.parametrize(

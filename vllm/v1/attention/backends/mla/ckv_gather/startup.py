@@ -15,8 +15,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed import get_dcp_group
 from vllm.logger import init_logger
 
+from vllm.v1.attention.backends.mla.ckv_gather import exchange
 from vllm.v1.attention.backends.mla.ckv_gather.measuring import Clock, agree, measure_rates
 from vllm.v1.attention.backends.mla.ckv_gather.rehearsal import EmptyBatch, Layer, LayerShapes
 
@@ -145,24 +147,54 @@ def warm_up(
 ) -> None:
     """Have ``kernels`` compile for the frozen geometry, and log how long it took.
 
-    Most of a machine's first start is this.
+    Most of a machine's first start is this. All ranks of the DCP group have to call it.
+
+    Raises:
+        RuntimeError: it failed on another rank. What fails on this one is raised as it is.
     """
     geometry, world = gather.geometry.get(), gather.dcp_world_size
-    begin = _moment(device)
-    kernels.warm_up(
-        device,
-        head_counts=sorted({shapes.local_heads, world * shapes.local_heads}),
-        index_heads=shapes.index_heads,
-        pool_size=gather.pool_size,
-        topk=shapes.pool_topk,
-        width=shapes.width,
-        dcp_world_size=world,
-        interleave=geometry.interleave,
-        page_size=geometry.page_size,
-        record_bytes=geometry.record.record_bytes,
-        scale=shapes.scale,
-    )
-    logger.info("full-CKV gather: warming kernels up took %.1f s", _moment(device) - begin)
+    begin, failure = _moment(device), None
+    try:
+        kernels.warm_up(
+            device,
+            head_counts=sorted({shapes.local_heads, world * shapes.local_heads}),
+            index_heads=shapes.index_heads,
+            pool_size=gather.pool_size,
+            topk=shapes.pool_topk,
+            width=shapes.width,
+            dcp_world_size=world,
+            interleave=geometry.interleave,
+            page_size=geometry.page_size,
+            record_bytes=geometry.record.record_bytes,
+            scale=shapes.scale,
+        )
+        end = _moment(device)
+    except Exception as error:
+        failure = repr(error)
+        raise
+    finally:
+        if world > 1:
+            # The others would wait in their next collective for a rank that has given up.
+            found = {"failure": failure}
+            every = exchange.all_gather_facts(found, get_dcp_group().cpu_group)
+            require_success([rank["failure"] for rank in every], get_dcp_group().rank_in_group)
+    logger.info("full-CKV gather: warming kernels up took %.1f s", end - begin)
+
+
+def require_success(failures: Sequence[str | None], rank: int) -> None:
+    """Stop a rank whose kernels are ready if those of another one are not.
+
+    failures: what failed on each rank, None where nothing did. rank: this one's number.
+
+    Raises:
+        RuntimeError: something failed elsewhere, and nothing here.
+    """
+    failed = [number for number, failure in enumerate(failures) if failure is not None]
+    if failed and rank not in failed:
+        raise RuntimeError(
+            f"the kernels of rank {failed[0]} of the DCP group did not start: {failures[failed[0]]}; "
+            "see that rank's lines of the log. This rank stops as well, or it would wait for it"
+        )
 
 
 def run_everything_once(

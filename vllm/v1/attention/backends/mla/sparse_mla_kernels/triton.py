@@ -2224,9 +2224,12 @@ def _run_tasks(tasks: Sequence[Callable[[], None]], device: torch.device) -> Non
             task()
         return
 
+    # vLLM's own, not the default one: there a task would not wait for tensors that the caller made.
+    stream = torch.cuda.current_stream(device)
+
     def run(task: Callable[[], None]) -> None:
-        # Both are properties of a thread.
-        with torch.cuda.device(device), torch.inference_mode():
+        # All three are properties of a thread.
+        with torch.cuda.device(device), torch.cuda.stream(stream), torch.inference_mode():
             task()
 
     first = (device.index or 0) * len(tasks) // torch.cuda.device_count()
