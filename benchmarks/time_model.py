@@ -4,7 +4,8 @@
     python benchmarks/time_model.py --out benchmarks/results/time_model.json
 
 One engine for each model; its start measures the rates. Then, on every rank, both paths of a layer
-run for every batch through the engine's kernels and communicators, over caches of one page. Prints
+run for every batch through the engine's kernels and communicators, over caches of one page, one call
+after the other as in a model's layers. Prints
 and writes what was predicted and measured, the error of each, and whether the model decides as the
 measurement does. A batch is *relevant* for the decision if neither path takes more than twice as
 long as the other. The exit status is 1 if a relevant one is more than 15 % off, or decided wrongly
@@ -22,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,12 +99,25 @@ class Row:
         return max(map(abs, self.errors)) > LIMIT or (differ and not self.right)
 
 
-def host_clock(call: Callable[[], object]) -> float:
-    """Seconds of ``call`` on the host, on CPU ranks."""
+CALLS = 10
+"""Of one path of one batch, behind one to warm up."""
+
+
+def mean_seconds(device: Any, call: Callable[[], object]) -> float:
+    """Seconds of ``call``, if it is made time after time: of the device or of the host."""
+    import torch
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
     call()
+    wait()
     began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
+    for _ in range(CALLS):
+        call()
+    wait()
+    return (time.perf_counter() - began) / CALLS
 
 
 def measure(worker: Any, batches: list[tuple[list[int], list[int]]]) -> dict[str, Any]:
@@ -114,6 +129,7 @@ def measure(worker: Any, batches: list[tuple[list[int], list[int]]]) -> dict[str
 
     from vllm.v1.attention.backends.mla.b12x_mla_sparse import B12xMLASparseImpl
     from vllm.v1.attention.backends.mla.ckv_gather.measuring import (
+        Clock,
         agree,
         device_clock,
         measure_rates,
@@ -131,7 +147,8 @@ def measure(worker: Any, batches: list[tuple[list[int], list[int]]]) -> dict[str
     gather, shapes, device = impl.gather, impl.layer_shapes(), impl.topk_indices_buffer.device
     # Behind the gates, which ask for a step's decision.
     layer = Layer(gather, impl.kernels, device, manager.query_gather.inner, manager.combine.inner)
-    clock = device_clock(device) or host_clock
+    seconds = partial(mean_seconds, device)
+    clock = device_clock(device) or Clock(seconds, seconds)
     rows = []
     # As the engine's workspace was made.
     with torch.inference_mode():
@@ -147,9 +164,9 @@ def measure(worker: Any, batches: list[tuple[list[int], list[int]]]) -> dict[str
                     "lengths": lengths,
                     "queries": queries,
                     "predicted_ordinary": costs.ordinary_seconds,
-                    "ordinary": clock(layer.ordinary(batch, len(lengths))),
+                    "ordinary": seconds(layer.ordinary(batch, len(lengths))),
                     "predicted_gathered": costs.gathered_seconds,
-                    "gathered": clock(layer.gathered(batch, lengths, queries)),
+                    "gathered": seconds(layer.gathered(batch, lengths, queries)),
                 }
             )
     return {"rates": asdict(gather.time_model.rates), "rows": rows}

@@ -29,27 +29,27 @@ LAUNCHES = 80 * US
 ROWS, WIDTH = 4096, 2051
 """Of the measurements."""
 
-PAIR = (1802.0 - 482.5) * US / (ROWS * (32_768 - 8_192))
+PAIR = (1807.9 - 477.7) * US / (ROWS * (32_768 - 8_192))
 """select_pools, 32 heads, over 32,768 and 8,192 pools."""
 
-CHOICE = 482.5 * US / ROWS - 8_192 * PAIR
+CHOICE = 477.7 * US / ROWS - 8_192 * PAIR
 """What select_pools takes for a row beside its pairs."""
 
-FLASHMLA_US, FLASHMLA_HEADS = 2063.6, 64
-"""Attention with scratch, on Hopper: 16 and 32 heads take as long as 64, 128 twice as long."""
+FLASHMLA_US, FLASHMLA_HEADS = (2218.7 + 2268.0 + 2058.4) / 3, 64
+"""Attention with scratch, on Hopper: 16, 32 and 64 heads take alike, 128 twice as long."""
 
 TRITON_US, TRITON_HEAD_US = 1354, 150.4
 """Attention without scratch, a line through 16, 32, 64 and 128 heads: within 6 % of each."""
 
-ROW_US = {"merge_pool_candidates": 101.9, "expand_pools": 15.4, "filter_local": 44.8, "remap": 28.5}
+ROW_US = {"merge_pool_candidates": 98.4, "expand_pools": 14.3, "filter_local": 43.5, "remap": 27.7}
 
 FLASHMLA_COPIES_US = 80
 """Copying the queries and the results of FlashMLA's padding heads."""
 
-PACKED = (41.0 - 13.8) * US / (131_072 - 32_768)
+PACKED = (40.8 - 13.6) * US / (131_072 - 32_768)
 """A record packed: pack_records of 131,072 and 32,768."""
 
-UNPACKED = (5.6 - 3.6) * US / (32_768 - 8_192)
+UNPACKED = (5.1 - 3.0) * US / (32_768 - 8_192)
 """A pool unpacked; packing one takes half as long."""
 
 CONVERTED = 14 * US / 32_768
@@ -135,4 +135,7 @@ def known_rates(
         token=copies * (PACKED / world + unpacking + (CONVERTED if flashmla else 0.0)),
         merged=LAUNCHES,
         merged_row=copies * merging,
+        # Of a host that launches ahead of the GPU.
+        ordinary_host=0.0,
+        gathered_host=0.0,
     )

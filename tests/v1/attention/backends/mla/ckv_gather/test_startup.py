@@ -275,7 +275,7 @@ def start(rank: int, world: int, changes: dict | None = None, *, clock: bool = F
     before = stock.current_workspace_manager()._current_workspaces[0]
     stock.lock_workspace()
     layer = (gather, kernels, SHAPES, device, query_gather, combine)
-    startup.run_everything_once(*layer, host_clock if clock else None)
+    startup.run_everything_once(*layer, measuring.Clock(host_clock, host_clock) if clock else None)
     again = gather.freeze(kernels)
     gather.reserve_again()
     return {

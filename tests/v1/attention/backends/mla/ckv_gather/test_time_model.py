@@ -53,6 +53,19 @@ def test_each_rate_counts_what_it_says():
     assert costs("merged") == costs("merged_row") == (0, 0)
 
 
+def test_a_small_batch_takes_as_long_as_its_launches():
+    assert costs("ordinary_host") == (1, 0) and costs("gathered_host") == (0, 1)
+    assert costs("gathered_host", capacity=1024) == (0, 5)
+    assert costs("ordinary_host", beside_decodes=True) == (0, 0)
+    spans = plan_spans(LENGTHS, QUERIES, capacity=10_000, granule=1024, num_rows=527)
+
+    def longer(**rates):
+        made = TimeModel(SIZES, replace(NOTHING, **rates)).costs(LENGTHS, QUERIES, spans)
+        return made.ordinary_seconds, made.gathered_seconds
+
+    assert longer(ordinary=2.0, ordinary_host=3.0, gathered=2.0, gathered_host=1.0) == (3, 2)
+
+
 def test_a2a_takes_a_collective_less():
     assert costs("collective", sizes=replace(SIZES, a2a=True)) == (3, 2)
 

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rates of :mod:`.time_model`, measured on this machine while vLLM profiles memory.
 
-All measurements are differences between two sizes. What a batch costs beside its collectives, its
-scores and its attention is measured as a whole, with batches that see nothing.
+All measurements of the device are differences between two sizes. What a batch costs beside its
+collectives, its scores and its attention is measured as a whole, with batches that see nothing.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from vllm.distributed import get_dcp_group
@@ -28,18 +29,35 @@ MEASURED_ROWS, MEASURED_TOKENS = 2048, 65_536
 of it should take well under a second."""
 
 REPETITIONS = 3
-"""Calls that a measurement is the mean of."""
+"""Calls that a measurement is the mean of, on a device, or the shortest of, on a host."""
 
-Clock = Callable[[Callable[[], object]], float]
+SLEEP_CYCLES = 20_000_000
+"""Cycles that a device sleeps, about 10 ms, while the host launches what is to be timed. A host that
+takes longer than that is measured with the device."""
+
+Measure = Callable[[Callable[[], object]], float]
 """Seconds that a call takes. It may make the call several times, equally often on every rank."""
 
 
+@dataclass(frozen=True)
+class Clock:
+    """Two durations of a call.
+
+    device: its work there. host: launching it.
+    """
+
+    device: Measure
+    host: Measure
+
+
 def device_clock(device: torch.device) -> Clock | None:
-    """A clock for work on ``device``, CUDA's events; None where there is nothing to learn."""
+    """The clock for work on ``device``; None where there is nothing to learn."""
     if device.type != "cuda":
         return None
 
-    def clock(call: Callable[[], object]) -> float:
+    def on_device(call: Callable[[], object]) -> float:
+        # Otherwise small work would take as long as its launches.
+        torch.cuda._sleep(SLEEP_CYCLES)
         # Not timed: ranks meet in its collectives, if it has any, and begin together.
         call()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -50,7 +68,18 @@ def device_clock(device: torch.device) -> Clock | None:
         end.synchronize()
         return begin.elapsed_time(end) / 1e3 / REPETITIONS
 
-    return clock
+    def on_host(call: Callable[[], object]) -> float:
+        call()
+        seconds = []
+        for _ in range(REPETITIONS):
+            torch.cuda.synchronize(device)
+            began = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - began)
+        torch.cuda.synchronize(device)
+        return min(seconds)
+
+    return Clock(on_device, on_host)
 
 
 def agree(rates: Rates) -> Rates:
@@ -83,7 +112,8 @@ class _Measurement:
     def __init__(self, layer: Layer, shapes: LayerShapes, largest: int, clock: Clock) -> None:
         gather = layer.gather
         assert gather.workspace is not None and gather.time_model is not None
-        self.layer, self.shapes, self.clock = layer, shapes, clock
+        self.layer, self.shapes, self.clock = layer, shapes, clock.device
+        self.host = clock.host
         self.gather, self.workspace = gather, gather.workspace
         self.sizes = gather.time_model.bytes
         most = min(largest, MEASURED_ROWS)
@@ -116,6 +146,8 @@ class _Measurement:
             token=token,
             merged=merged[0],
             merged_row=merged[1],
+            ordinary_host=self.host(self.layer.ordinary(self.few)),
+            gathered_host=self.host(self.layer.gathered(self.few, [pool])),
         )
         self.gather.counters.ckv_bytes = received
         return rates

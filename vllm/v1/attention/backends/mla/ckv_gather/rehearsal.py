@@ -94,7 +94,19 @@ class EmptyBatch:
 
 @dataclass(frozen=True)
 class KeptBatch(EmptyBatch):
-    """The same, made once, for calls that are timed."""
+    """The same, made once, for calls that are timed: with random queries.
+
+    Equal scores take a selection longer than real ones do.
+    """
+
+    def index_queries(self) -> tuple[torch.Tensor, torch.Tensor]:
+        queries, weights = super().index_queries()
+        # All finite numbers that are not negative.
+        queries.view(torch.uint8).random_(0, 0x7F)
+        return queries, weights.normal_()
+
+    def query(self) -> torch.Tensor:
+        return super().query().normal_()
 
     def __post_init__(self) -> None:
         for make in (self.req_id, self.pool_counts, self.token_ids, self.index_queries, self.query):
@@ -177,16 +189,38 @@ class Layer:
 
     @cached_property
     def cache(self) -> torch.Tensor:
-        """(1, P, record_bytes) uint8."""
-        geometry = self.gather.geometry.get()
-        shape = (1, geometry.page_size, geometry.record.record_bytes)
-        return torch.zeros(shape, dtype=torch.uint8, device=self.device)
+        """(1, P, record_bytes) uint8. Random records."""
+        geometry, device = self.gather.geometry.get(), self.device
+        size = geometry.page_size
+        shape = (1, size, geometry.record.record_bytes)
+        cache = torch.zeros(shape, dtype=torch.uint8, device=device)
+        latents = torch.randn((size, LATENT_DIM), dtype=torch.bfloat16, device=device)
+        self.kernels.write_records(latents, cache, torch.arange(size, device=device))
+        return cache
 
     @cached_property
     def index_cache(self) -> torch.Tensor:
-        """(1, 64, 132) uint8."""
+        """(1, 64, 132) uint8. Random pools."""
+        device, pool_size = self.device, self.gather.pool_size
         shape = (1, POOLS_PER_INDEX_PAGE, INDEX_RECORD_BYTES)
-        return torch.zeros(shape, dtype=torch.uint8, device=self.device)
+        cache = torch.zeros(shape, dtype=torch.uint8, device=device)
+        tokens = torch.arange(POOLS_PER_INDEX_PAGE * pool_size, device=device)
+        keys, gate = torch.randn(
+            (2, len(tokens), INDEX_DIM), dtype=torch.bfloat16, device=device
+        ).unbind()
+        ends = (tokens + 1) % pool_size == 0
+        self.kernels.write_pools(
+            keys,
+            gate,
+            torch.zeros((pool_size, INDEX_DIM), dtype=torch.float32, device=device),
+            cache,
+            torch.where(ends, tokens // pool_size, -1),
+            None,
+            torch.full_like(tokens, -1),
+            tokens,
+            torch.tensor([0, len(tokens)], dtype=torch.int32, device=device),
+        )
+        return cache
 
     def table(self, num_requests: int, pages: int) -> torch.Tensor:
         """(num_requests, pages) int32."""

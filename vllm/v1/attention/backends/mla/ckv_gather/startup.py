@@ -191,9 +191,10 @@ def require_success(failures: Sequence[str | None], rank: int) -> None:
     """
     failed = [number for number, failure in enumerate(failures) if failure is not None]
     if failed and rank not in failed:
+        first = failed[0]
         raise RuntimeError(
-            f"the kernels of rank {failed[0]} of the DCP group did not start: {failures[failed[0]]}; "
-            "see that rank's lines of the log. This rank stops as well, or it would wait for it"
+            f"the kernels of rank {first} of the DCP group did not start: {failures[first]}; see "
+            "that rank's lines of the log. This rank stops as well, or it would wait for it"
         )
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time of one batch in one sparse MLA layer, on either path. Pure arithmetic, no torch.
 
-A path's time is its collectives, its index scoring, its attention, and the rest::
+A device's time on a path is its collectives, its index scoring, its attention, and the rest::
 
     ordinary = collectives + bytes / speed + launches
              + rows x row + pairs / N x pair + tokens / N x attention of all ranks' heads
@@ -15,6 +15,9 @@ selects, *seen rows* count a row once for every window that it sees. The ordinar
 attends to 1/N of them on each rank, with N times the heads; a shared-out selection scores 1/N too.
 Bytes are those of :mod:`.byte_model`. A path takes three or four collectives; a gather two for
 every window, and one for every span whose selection is shared out.
+
+A small batch takes as long as the host takes to launch it, whatever its sizes: the path's time is the
+longer of the two.
 
 Every term is linear in the sizes of a batch, with coefficients (:class:`Rates`) that are measured
 at start or, for ``vllm-ckv plan``, known from elsewhere. Where there are none, bytes decide. What
@@ -43,8 +46,8 @@ class Rates:
     """Seconds that things take on one rank; none is negative.
 
     :mod:`.measuring` says how each is measured, ``vllm.entrypoints.ckv.known_rates``
-    where those of ``vllm-ckv plan`` come from. A collective and a launch are what is left of a
-    batch when its rows, tokens and bytes are taken away.
+    where those of ``vllm-ckv plan`` come from. What something takes however small is what is left
+    when rows, tokens and bytes are taken away.
     """
 
     collective: float
@@ -58,19 +61,23 @@ class Rates:
     all_heads: float
     """A row's attention to one token of the own cache, heads of all ranks."""
     ordinary: float
-    """Launches of the ordinary path."""
+    """Kernels of the ordinary path, however small."""
     ordinary_row: float
     """A row there: choosing and merging candidates, reading queries, combining outputs."""
     gathered: float
-    """Launches of one window."""
+    """Kernels of one window."""
     gathered_row: float
     """A row in one window: choosing pools, row numbers, reading queries, writing outputs."""
     token: float
     """A visible token: packing and unpacking its record and key, converting the record."""
     merged: float
-    """Launches that merge a window with those before it."""
+    """Kernels that merge a window with those before it."""
     merged_row: float
     """A row in such a window: merging its candidates and outputs."""
+    ordinary_host: float
+    """The host's launching of the ordinary path."""
+    gathered_host: float
+    """The host's launching of one window."""
 
     @classmethod
     def slowest(cls, every: Sequence[Rates]) -> Rates:
@@ -177,8 +184,10 @@ class TimeModel:
             + pairs / world * rates.pair
             + tokens / world * rates.all_heads
         )
+        gathered = max(gathered, windows * rates.gathered_host)
         if not beside_decodes:
             ordinary += sizes.ordinary_collectives * rates.collective + rates.ordinary
+            ordinary = max(ordinary, rates.ordinary_host)
         return Costs(gathered_bytes, ordinary_bytes, gathered, ordinary)
 
     def pairs(self, lengths: Sequence[int], queries: Sequence[int]) -> int:
