@@ -4,12 +4,11 @@
     python benchmarks/time_model.py --out benchmarks/results/time_model.json
 
 One engine for each model; its start measures the rates. Then, on every rank, both paths of a layer
-run for every batch through the engine's kernels and communicators, over caches of one page, one call
-after the other as in a model's layers. Prints
-and writes what was predicted and measured, the error of each, and whether the model decides as the
-measurement does. A batch is *relevant* for the decision if neither path takes more than twice as
-long as the other. The exit status is 1 if a relevant one is more than 15 % off, or decided wrongly
-although the paths differ by more than that.
+run for every batch through the engine's kernels and communicators, over caches of one page, call
+after call as in a model's layers. Prints and writes what was predicted and measured, the error of
+each, and whether the model decides as the measurement does. A batch is *relevant* for the decision
+if neither path takes more than twice as long as the other. The exit status is 1 if a relevant one
+is more than 15 % off, or decided wrongly although the paths differ by more than that.
 
 ``--cpu`` runs small batches of a small model on CPU ranks, where the numbers mean nothing, to try
 the program.

@@ -32,8 +32,8 @@ REPETITIONS = 3
 """Calls that a measurement is the mean of, on a device, or the shortest of, on a host."""
 
 SLEEP_CYCLES = 20_000_000
-"""Cycles that a device sleeps, about 10 ms, while the host launches what is to be timed. A host that
-takes longer than that is measured with the device."""
+"""Cycles that a device sleeps, about 10 ms, while the host launches what is to be timed. A host
+that takes longer than that is measured with the device."""
 
 Measure = Callable[[Callable[[], object]], float]
 """Seconds that a call takes. It may make the call several times, equally often on every rank."""

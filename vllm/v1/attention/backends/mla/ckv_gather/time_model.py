@@ -16,8 +16,8 @@ attends to 1/N of them on each rank, with N times the heads; a shared-out select
 Bytes are those of :mod:`.byte_model`. A path takes three or four collectives; a gather two for
 every window, and one for every span whose selection is shared out.
 
-A small batch takes as long as the host takes to launch it, whatever its sizes: the path's time is the
-longer of the two.
+A small batch takes as long as the host takes to launch it, whatever its sizes: the path's time is
+the longer of the two.
 
 Every term is linear in the sizes of a batch, with coefficients (:class:`Rates`) that are measured
 at start or, for ``vllm-ckv plan``, known from elsewhere. Where there are none, bytes decide. What
