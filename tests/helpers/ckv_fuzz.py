@@ -81,6 +81,7 @@ class Case:
     shard_selection: bool = False
     held: int = 100
     mixed: bool = False
+    early_exchange: bool = False
 
     def text(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -105,6 +106,8 @@ def cases(draw) -> Case:
         lengths += range(block - 2, block + 9)
     # The least capacity, and a request that does not fit it.
     window = block <= 1024 and draw(st.sampled_from([False, False, True]))
+    # Prompts that all begin in the first step.
+    fresh = not window and draw(st.sampled_from([False, False, False, True]))
     beyond = [*range(block - 2, block + 9), block + 300, 2 * block - 3, 2 * block + 5]
     requests = []
     for number in range(draw(st.sampled_from([1, 2, 2, 3, 4, 5]))):
@@ -114,7 +117,9 @@ def cases(draw) -> Case:
         requests.append(
             Request(
                 start=draw(st.integers(0, 511)),
-                cached=draw(st.sampled_from(lengths if number or not window else beyond)),
+                cached=0
+                if fresh
+                else draw(st.sampled_from(lengths if number or not window else beyond)),
                 shares=shares,
                 rows=draw(rows),
                 prompt_steps=draw(st.sampled_from([3] * 9 + [2, 1, 0])),
@@ -141,6 +146,7 @@ def cases(draw) -> Case:
         record=draw(st.sampled_from(["fp8_ds_mla", "nvfp4_ds_mla"])),
         shard_selection=draw(st.booleans()),
         mixed=draw(st.booleans()),
+        early_exchange=draw(st.booleans()),
         held=0 if window else draw(st.sampled_from([100, 100, 70, 50, 34, 0])),
     )
 
@@ -208,6 +214,7 @@ class Player:
             record=case.record,
             shard_selection=case.shard_selection,
             mixed=case.mixed,
+            early_exchange=case.early_exchange,
         )
 
     def play(self) -> Counter[str]:
@@ -315,6 +322,12 @@ class Player:
             self.seen["shared selection, fewer rows than ranks"] += (
                 step.num_tokens + case.pad_tokens - first_row < case.world
             )
+        own_rows = {result.own_rows for layers in results for result in layers}
+        assert len(own_rows) == 1, f"step {number}: the ranks exchange different records"
+        if own_rows.pop():
+            self.seen[f"early exchange, {case.record}"] += 1
+            self.seen["early exchange of a context"] += any(before)
+            self.seen["early exchange, several requests"] += len(active) > 1
         spans = [result.spans for layers in results for result in layers]
         assert all(other == spans[0] for other in spans), f"step {number}: ranks cut differently"
         self.seen[f"several spans, {case.record}"] += len(spans[0]) > 1

@@ -49,6 +49,7 @@ LAYER = "model.layers.0.self_attn.attn"
 SHARD_SELECTION = "VLLM_B12X_MLA_CKV_SHARD_SELECTION"
 MAX_TOKENS = "VLLM_B12X_MLA_CKV_GATHER_MAX_TOKENS"
 MIXED = "VLLM_B12X_MLA_CKV_GATHER_MIXED"
+EARLY = "VLLM_B12X_MLA_CKV_EARLY_EXCHANGE"
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class Sizes:
     capacity: visible tokens the gather reserves for. max_model_len: 0: the capacity.
     max_rows: rows of a step.
     record: ``--kv-cache-dtype``. shard_selection: gathered batches share their selection out,
-    however small they are. mixed: prompts gather beside decodes.
+    however small they are. mixed: prompts gather beside decodes. early_exchange: records are
+    exchanged while pools are selected, where they may be.
     """
 
     world: int
@@ -75,6 +77,7 @@ class Sizes:
     shard_selection: bool = False
     max_model_len: int = 0
     mixed: bool = False
+    early_exchange: bool = False
 
     @property
     def record_bytes(self) -> int:
@@ -145,7 +148,8 @@ class Result:
 
     token_ids: the selection. out: attention of the rank's own heads. lse: of the kernel call.
     first_row: the first one that gathered, if any. selection_shares: see ``CkvBatchPlan``, 0 for an
-    ordinary batch. spans: windows of each span, none for an ordinary batch.
+    ordinary batch. spans: windows of each span, none for an ordinary batch. own_rows: records that
+    were not exchanged.
     """
 
     token_ids: torch.Tensor
@@ -155,6 +159,7 @@ class Result:
     first_row: int
     selection_shares: int
     spans: list[int]
+    own_rows: int = 0
 
 
 def configuration(sizes: Sizes) -> SimpleNamespace:
@@ -259,6 +264,7 @@ class SimulatedRank:
             SHARD_SELECTION: str(int(sizes.shard_selection)),
             MAX_TOKENS: str(sizes.capacity),
             MIXED: str(int(sizes.mixed)),
+            EARLY: str(int(sizes.early_exchange)),
         }
         with patch.dict(os.environ, flags):
             self.gather = plan.CkvGather(configuration(sizes))
@@ -440,11 +446,8 @@ class SimulatedRank:
         with forward_context.override_forward_context(context):
             for layer, given in enumerate(inputs):
                 attention = metadata[LAYER]
-                self.impl.do_kv_cache_update(
-                    given.latents, given.latents[:, :0], self.caches[layer],
-                    attention.slot_mapping, self.sizes.record, torch.ones(1),
-                )  # fmt: skip
                 if write_only:
+                    self._update_cache(layer, given, attention)
                     self.kernels.write_pools(
                         given.k, given.gate, given.ape, self.index_caches[layer],
                         metadata["index"].slot_mapping, self.tails[layer],
@@ -455,26 +458,30 @@ class SimulatedRank:
                 results.append(self._layer(layer, given, attention, positions))
         return results
 
+    def _update_cache(self, layer: int, given: Inputs, attention: Any) -> None:
+        self.impl.do_kv_cache_update(
+            given.latents, given.latents[:, :0], self.caches[layer],
+            attention.slot_mapping, self.sizes.record, torch.ones(1),
+        )  # fmt: skip
+
     def _layer(self, layer: int, given: Inputs, attention: Any, positions: torch.Tensor) -> Result:
         self.op.k_cache.kv_cache = self.index_caches[layer]
         self.op.tail_cache.kv_cache = self.tails[layer]
+        attending = self._attending(layer, attention)
+        forward_context.get_forward_context().no_compile_layers[LAYER] = attending
         rows = positions.shape[0]
         self.op.forward_native(
             given.latents, given.index_q, given.k, given.weights,
             gate_score=given.gate, compress_ape=given.ape, index_kpool=POOL, positions=positions,
         )  # fmt: skip
         token_ids = self.buffer[:rows].clone()
+        # As in vLLM not before the indexer has run.
+        self._update_cache(layer, given, attention)
         heads = slice(self.rank * self.sizes.heads, (self.rank + 1) * self.sizes.heads)
         query = given.q[:, heads].contiguous()
         if self.sizes.world > 1:
             query = self.query_gather(query)
-        manager = SimpleNamespace(query_gather=self.query_gather, combine=self.combine)
-        out, lse = self.impl.forward_mqa(
-            (query, query[..., :0]),
-            self.caches[layer],
-            attention,
-            SimpleNamespace(dcp_manager=manager),  # type: ignore[arg-type]
-        )
+        out, lse = attending.forward_impl(query, given.latents)
         if self.sizes.world > 1:
             out = self.combine(
                 out, lse, seq_lens=attention.seq_lens, query_start_loc=attention.query_start_loc
@@ -483,7 +490,23 @@ class SimulatedRank:
         if plan is None:
             return Result(token_ids, out, lse, False, 0, 0, [])
         spans = [len(span.windows) for span in plan.spans]
-        return Result(token_ids, out, lse, True, plan.first_row, plan.selection_shares, spans)
+        return Result(
+            token_ids, out, lse, True, plan.first_row, plan.selection_shares, spans,
+            0 if plan.early is None else plan.early.layout.own_rows,
+        )  # fmt: skip
+
+    def _attending(self, layer: int, attention: Any) -> Any:
+        """What the product sees of vLLM's attention layer."""
+        attending = SimpleNamespace(
+            kv_cache=self.caches[layer],
+            dcp_manager=SimpleNamespace(query_gather=self.query_gather, combine=self.combine),
+        )
+        attending.forward_impl = lambda query, latents: self.impl.forward_mqa(
+            (query, query[..., :0]), attending.kv_cache, attention, attending
+        )
+        if self.sizes.early_exchange:
+            backend.hand_latents_over(attending, self.impl)
+        return attending
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import pytest
 import vllm.plugins.b12x_mla_sparse as plugin
 
 ROOT = Path(__file__).parents[2]
-GATHER, MIN, MAX, MIXED, SHARD, DEBUG, REFERENCE = (flag.name for flag in plugin.FLAGS)
+GATHER, MIN, MAX, MIXED, SHARD, EARLY, DEBUG, REFERENCE = (flag.name for flag in plugin.FLAGS)
 
 
 def run(code: str, **env: str) -> subprocess.CompletedProcess:
@@ -131,7 +131,7 @@ def test_copying_keeps_the_member():
     [(GATHER, text) for text in ("", "2", "true", "on", " 1", "01", "-1", "AUTO", "auto ")]
     + [(MIN, text) for text in ("", "-1", "1.5", "16k", "1_000", " 16", "524289", "٣", "9" * 30)]
     + [(MAX, text) for text in ("", "0", "-1", "none", "0x10", "524289", "1e5")]
-    + [(SHARD, "auto"), (REFERENCE, "yes")],
+    + [(SHARD, "auto"), (EARLY, "2"), (REFERENCE, "yes")],
 )
 def test_malformed_flag_is_refused_naming_all_three(monkeypatch, name, text):
     monkeypatch.setenv(name, text)

@@ -135,6 +135,14 @@ FLAGS: tuple[Flag, ...] = (
         "ids, where the same model expects that to take less time; not measured yet.",
     ),
     Flag(
+        "VLLM_B12X_MLA_CKV_EARLY_EXCHANGE",
+        "switch",
+        False,
+        "In a gathered batch of one request, or of prompts without a context, exchange the records "
+        "of the context alone, while pools are selected; takes memory of its own; not measured "
+        "yet.",
+    ),
+    Flag(
         "VLLM_CKV_DEBUG",
         "switch",
         False,

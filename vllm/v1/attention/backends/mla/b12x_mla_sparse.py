@@ -192,6 +192,28 @@ def check_when_bound(layer: Any, check: Callable[[torch.Tensor], object]) -> Non
     layer.bind_kv_cache = bind_kv_cache
 
 
+def hand_latents_over(layer: Any, impl: B12xMLASparseImpl) -> None:
+    """Let ``impl`` have the latents of the batch's own tokens while ``layer`` attends. Idempotent.
+
+    vLLM passes them to an implementation only for the cache, and a piecewise CUDA graph holds that
+    update: in its replay no code of ours runs. ``forward_impl`` has them too and runs outside the
+    graph, as :meth:`B12xMLASparseImpl.forward_mqa` inside it does.
+    """
+    forward = layer.forward_impl
+    if getattr(forward, "hands_latents_over", False):
+        return
+
+    def forward_impl(q: torch.Tensor, latents: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        impl.latents = latents
+        try:
+            return forward(q, latents, *args, **kwargs)
+        finally:
+            impl.latents = None
+
+    forward_impl.hands_latents_over = True  # type: ignore[attr-defined]
+    layer.forward_impl = forward_impl
+
+
 class B12xMLASparseMetadataBuilder(SparseMLACommonMetadataBuilder[B12xMLASparseMetadata]):
     """Builds the metadata of a step and takes its decision from exact host lengths."""
 
@@ -294,6 +316,8 @@ class B12xMLASparseImpl(SparseMLACommonImpl[B12xMLASparseMetadata]):
 
     is_draft: bool = False
     """Whether the layer belongs to a draft model, which never gathers; the builder finds out."""
+    latents: torch.Tensor | None = None
+    """(T, 512) bf16, see :func:`hand_latents_over`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -323,6 +347,8 @@ class B12xMLASparseImpl(SparseMLACommonImpl[B12xMLASparseMetadata]):
         self.is_draft = is_draft
         geometry = self.gather.geometry
         check_when_bound(layer, geometry.check_bound)
+        if self.gather.early_exchange and not is_draft:
+            hand_latents_over(layer, self)
         manager = None if is_draft else layer.dcp_manager
         if manager is not None and not isinstance(manager.combine, OrdinaryOnly):
             manager.query_gather = OrdinaryOnly(
@@ -429,6 +455,7 @@ class B12xMLASparseImpl(SparseMLACommonImpl[B12xMLASparseMetadata]):
             req_id,
             query,
             self.scale,
+            self.latents,
         )
         if decodes is None:
             return out, lse

@@ -46,7 +46,14 @@ def test_random_cases_equal_one_rank(capsys):
         shared = seen["shared selection"]
         assert min(shared, seen["gathered"] - shared) > CASES // 20
         assert seen["shared selection, fewer rows than ranks"] > 0
-        for what in ("several spans", "context in windows", "beside decodes"):
+        assert seen["early exchange of a context"] > CASES // 50
+        assert seen["early exchange, several requests"] > 0
+        for what in (
+            "early exchange",
+            "several spans",
+            "context in windows",
+            "beside decodes",
+        ):
             for record in ("fp8_ds_mla", "nvfp4_ds_mla"):
                 assert seen[f"{what}, {record}"] > CASES // 100
 

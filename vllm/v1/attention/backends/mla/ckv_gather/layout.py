@@ -94,6 +94,19 @@ def plan_layout(
     return RankMajorLayout(local_lens, ends - local_lens, padded, int(lengths.sum()))
 
 
+def plan_own_rows(layout: RankMajorLayout, own_lens_cpu: torch.Tensor) -> torch.Tensor:
+    """Place tokens that follow what is laid out: behind the spans, request after request.
+
+    layout: of the tokens before them. own_lens_cpu: (R,), int64 on the CPU. Tokens of each request.
+
+    Returns:
+        (R,) int64 on the CPU, may be negative: token t of request r, counted from the beginning of
+        the request, lies in gathered row ``own_starts[r] + t``.
+    """
+    first = layout.dcp_world_size * layout.padded
+    return first + own_lens_cpu.cumsum(0) - own_lens_cpu - layout.seq_lens
+
+
 def plan_index_pages(pool_lens_cpu: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Place the pools of each request in planar index pages of its own, in global order.
 

@@ -7,8 +7,9 @@ process share one instance, so that the geometry is frozen once and refusals are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,7 +52,9 @@ from vllm.v1.attention.backends.mla.ckv_gather.layout import (
     StagedLayout,
     plan_index_pages,
     plan_layout,
+    plan_own_rows,
 )
+from vllm.v1.attention.backends.mla.ckv_gather.side_stream import SideStream
 from vllm.v1.attention.backends.mla.ckv_gather.staging import (
     PageTables,
     StagingRing,
@@ -92,8 +95,11 @@ _EXPECTED = NOT_PREFILL | {Reason.DISABLED, Reason.NO_CONTEXT_PARALLELISM, Reaso
 class CkvLayout:
     """Where the records and index keys of R requests land when they are gathered.
 
-    tokens, pools: the rank-major layouts, on the host.
+    tokens, pools: the rank-major layouts, on the host. The records of the batch's own tokens are
+        among those of ``tokens``, or follow behind the spans.
     staged_tokens, staged_pools: the same on the device.
+    own_rows: records behind the spans, in the order of the rows.
+    own_starts: (R,) int32. Where they begin, see ``layout.plan_own_rows``.
     num_index_pages: planar index pages of all requests.
     page_starts: (R,) int32. First planar index page of each request.
     page_table: (R, W) int32. Planar index pages of each request, in order.
@@ -103,6 +109,8 @@ class CkvLayout:
     pools: RankMajorLayout
     staged_tokens: StagedLayout
     staged_pools: StagedLayout
+    own_rows: int
+    own_starts: torch.Tensor
     num_index_pages: int
     page_starts: torch.Tensor
     page_table: torch.Tensor
@@ -169,6 +177,12 @@ class CkvBatchPlan:
         """Rows before the first one that gathers: those of decodes, on the ordinary path."""
         return self.spans[0].rows.start
 
+    @property
+    def early(self) -> CkvWindow | None:
+        """The window whose exchange may begin before the batch's own records are written."""
+        window = self.spans[0].windows[0]
+        return window if window.layout.own_rows else None
+
 
 @dataclass(frozen=True)
 class PoolOwnership:
@@ -207,6 +221,7 @@ class CkvGather:
         self.enabled = self.why_off is None
         self.shard_selection = self.enabled and bool(envs.VLLM_B12X_MLA_CKV_SHARD_SELECTION)
         self.mixed = self.enabled and bool(envs.VLLM_B12X_MLA_CKV_GATHER_MIXED)
+        self.early_exchange = self.enabled and bool(envs.VLLM_B12X_MLA_CKV_EARLY_EXCHANGE)
         self.debug = bool(envs.VLLM_CKV_DEBUG)
         self.max_num_seqs = vllm_config.scheduler_config.max_num_seqs
         self.max_visible_tokens = self._max_visible_tokens()
@@ -217,6 +232,9 @@ class CkvGather:
         self.timer = ExchangeTimer(self.counters.exchange_seconds)
         self.counting_layer: str | None = None
         self._staged: tuple[StagingRing, PageTables] | None = None
+        self._side: SideStream | None = None
+        self._own_slots = torch.empty(0)
+        self._started: int | None = None
         self.limits = Limits(
             enabled=self.enabled,
             supported_geometry=True,  # the backend refuses every other model at start
@@ -315,6 +333,7 @@ class CkvGather:
             "VLLM_B12X_MLA_CKV_GATHER_MIN_TOKENS": self.limits.min_query_tokens,
             "VLLM_B12X_MLA_CKV_GATHER_MIXED": int(self.mixed),
             "VLLM_B12X_MLA_CKV_SHARD_SELECTION": int(self.shard_selection),
+            "VLLM_B12X_MLA_CKV_EARLY_EXCHANGE": int(self.early_exchange),
             "the capacity in visible tokens": self.max_visible_tokens,
             "--max-num-seqs": self.max_num_seqs,
             "the block size": cache.block_size,
@@ -398,8 +417,12 @@ class CkvGather:
             self.max_num_seqs,
             scratch(self.dcp_world_size * capacity, shapes.local_heads),
             (shapes.num_tokens, shapes.pool_topk) if self.shard_selection else (0, 0),
+            early_exchange=self.early_exchange,
         )
         device = self.workspace.reserve()
+        if self.early_exchange:
+            self._side = SideStream(device)
+            self._own_slots = torch.arange(shapes.num_tokens, device=device)
         self.reserve_again()
         self._staging(device)
         self.timer.prepare(device)
@@ -411,7 +434,11 @@ class CkvGather:
             "%.1f MiB/GPU (limit %s visible tokens), kernels %s",
             geometry.page_size,
             f"{capacity:,}",
-            max(self.workspace.num_bytes, self.ordinary_scratch.num_bytes) / 2**20,
+            max(
+                self.workspace.num_bytes,
+                self.ordinary_scratch.num_bytes + prod(self.workspace.kept),
+            )
+            / 2**20,
             f"{self.max_visible_tokens:,}",
             provider,
         )
@@ -473,6 +500,7 @@ class CkvGather:
         )
         shares = 1
         seq_lens: list[int] = []
+        own_lens: Sequence[int] = ()
         spans: list[Span] = []
         decision = decide(facts, self.limits)
         # Lengths are exact, and no longer than the model's, for batches that may gather alone. Only
@@ -480,6 +508,7 @@ class CkvGather:
         if lengths is not None and decision.reason in (Reason.ELIGIBLE, Reason.NO_GAIN):
             seq_lens, queries = lengths[:num_requests].tolist(), query_lens[:num_requests].tolist()
             spans = self.plan_spans(seq_lens, queries, common.num_actual_tokens, first=num_decodes)
+            own_lens = self.own_lens(seq_lens, queries, spans)
             batch = seq_lens[num_decodes:], queries[num_decodes:], spans
             if self.time_model is not None and self.shard_selection:
                 shares = self.time_model.selection_shares(*batch)
@@ -510,7 +539,7 @@ class CkvGather:
                 self.timer.begin_step(gathers=decision.gather)
         if not decision.gather:
             return None
-        return self.layout_batch(seq_lens, spans, common.seq_lens.device, shares)
+        return self.layout_batch(seq_lens, spans, common.seq_lens.device, shares, own_lens)
 
     def plan_spans(
         self,
@@ -533,6 +562,22 @@ class CkvGather:
             num_rows=num_rows,
             first=first,
         )
+
+    def own_lens(
+        self, seq_lens: Sequence[int], query_lens: Sequence[int], spans: Sequence[Span]
+    ) -> Sequence[int]:
+        """Tokens of each gathered request whose records are not exchanged, because all ranks have
+        computed them: the query tokens, or none.
+
+        What is exchanged must have been written before this step. Lengths tell so of a request that
+        is alone, and of prompts without a context: vLLM lets a request begin with blocks that
+        another one of the same step is only about to write.
+        """
+        if not self.early_exchange or len(spans) != 1 or spans[0].num_windows != 1:
+            return ()
+        requests = spans[0].requests
+        own = query_lens[requests]
+        return own if len(seq_lens) == 1 or own == seq_lens[requests] else ()
 
     def _count(self, facts: BatchFacts, decision: Decision, num_windows: int) -> None:
         counters = self.counters
@@ -601,16 +646,19 @@ class CkvGather:
         spans: Sequence[Span],
         device: torch.device,
         selection_shares: int = 1,
+        own_lens: Sequence[int] = (),
     ) -> CkvBatchPlan:
         """Lay out the windows of ``spans`` and stage the plan to ``device``.
 
-        seq_lens: visible tokens of each request.
+        seq_lens: visible tokens of each request. own_lens: see :meth:`own_lens`.
 
         One transfer that the host does not wait for, into memory that :meth:`reserve` took;
         valid until the next batches, see :mod:`.staging`.
         """
         pieces = [span.pieces(seq_lens) for span in spans]
-        layouts = self._layouts([lengths for windows in pieces for lengths, _ in windows], device)
+        layouts = self._layouts(
+            [lengths for windows in pieces for lengths, _ in windows], own_lens, device
+        )
 
         def window(span: Span, lengths: tuple[int, ...], bounds: tuple[int, int] | None):
             begin = bounds[0] if bounds else 0
@@ -633,21 +681,29 @@ class CkvGather:
         )
 
     def _layouts(
-        self, pieces: Sequence[tuple[int, ...]], device: torch.device
+        self, pieces: Sequence[tuple[int, ...]], own_lens: Sequence[int], device: torch.device
     ) -> dict[tuple[int, ...], CkvLayout]:
-        """Lay out requests of the lengths of every piece; alike ones, most windows, only once."""
+        """Lay out requests of the lengths of every piece; alike ones, most windows, only once.
+
+        own_lens: of the one piece that there is then.
+        """
         geometry, world = self.geometry.get(), self.dcp_world_size
         planned = []
         for piece in dict.fromkeys(pieces):
             lengths = torch.tensor(piece, dtype=torch.int64)
+            own = torch.tensor(own_lens or [0] * len(piece), dtype=torch.int64)
             pool_lens = lengths // self.pool_size
+            tokens = plan_layout(
+                lengths - own, dcp_world_size=world, interleave=geometry.interleave
+            )
             planned.append(
                 (
                     piece,
-                    plan_layout(lengths, dcp_world_size=world, interleave=geometry.interleave),
+                    tokens,
                     plan_layout(
                         pool_lens, dcp_world_size=world, interleave=geometry.pool_interleave
                     ),
+                    plan_own_rows(tokens, own),
                     *plan_index_pages(pool_lens),
                 )
             )
@@ -656,24 +712,28 @@ class CkvGather:
             ring.stage(
                 [
                     numbers
-                    for _, tokens, pools, page_starts, _ in planned
+                    for _, tokens, pools, own_starts, page_starts, _ in planned
                     for numbers in (
                         StagedLayout.numbers(tokens),
                         StagedLayout.numbers(pools),
+                        own_starts,
                         page_starts,
                     )
                 ]
             )
         )
         layouts, first_row = {}, 0
-        for piece, tokens, pools, _, num_pages in planned:
-            staged_tokens, staged_pools, starts = next(staged), next(staged), next(staged)
+        for piece, tokens, pools, _, _, num_pages in planned:
+            staged_tokens, staged_pools = next(staged), next(staged)
+            own_starts, starts = next(staged), next(staged)
             width = max(1, -(-int(pools.seq_lens.max()) // POOLS_PER_INDEX_PAGE))
             layouts[piece] = CkvLayout(
                 tokens,
                 pools,
                 StagedLayout.over(staged_tokens, tokens),
                 StagedLayout.over(staged_pools, pools),
+                sum(own_lens),
+                own_starts,
                 num_pages,
                 starts,
                 tables.fill(starts, width, num_pages, first_row),
@@ -706,17 +766,19 @@ class CkvGather:
         req_id: torch.Tensor,
         pool_counts: torch.Tensor,
         topk: int,
+        beside: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
         """Select pools among the index keys of all ranks, as one rank without DCP would.
 
         index_cache, block_table: this rank's, see ``exchange.gather_pools``. The others: all T
         rows, and K pools to choose, see ``SparseMLAKernels.select_pools``.
+        beside: called behind each exchange of index keys, before they are looked at.
 
         Returns:
             pool ids (T - plan.first_row, K) int32 of the rows that gather, the same on every rank.
             Valid until the next user of vLLM's workspace.
         """
-        given = (kernels, index_cache, block_table, q_fp8, weights, req_id, pool_counts, topk)
+        given = kernels, index_cache, block_table, q_fp8, weights, req_id, pool_counts, topk, beside
         first = plan.first_row
         if len(plan.spans) == 1:
             pool_ids = self._select_span(plan.spans[0], plan.selection_shares, *given)
@@ -742,6 +804,7 @@ class CkvGather:
         req_id: torch.Tensor,
         pool_counts: torch.Tensor,
         topk: int,
+        beside: Callable[[], None],
     ) -> torch.Tensor:
         """Pool ids of the span's rows; shares of them are exchanged once all windows are seen."""
         group = get_dcp_group()
@@ -754,6 +817,7 @@ class CkvGather:
             pages, page_table, selection, scratch = self.gather_index_keys(
                 window, kernels, index_cache, block_table, shares.exchanged_rows
             )
+            beside()
             rows = slice(max(window.pool_rows.start, first), last)
             if best is not None and rows.start >= last:
                 continue
@@ -862,10 +926,12 @@ class CkvGather:
         req_id: torch.Tensor,
         query: torch.Tensor,
         scale: float,
+        latents: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of this rank's heads to the records of all ranks.
 
         token_ids: (T, W) int32, the selection. req_id: (T,) int32. query: (T, H, 512) bf16.
+        latents: (T, 512) bf16, of the batch's own tokens; not looked at if ``plan.early`` is None.
 
         Returns:
             Output (T - plan.first_row, H, 512) bf16 and natural log-sum-exp (T - plan.first_row, H)
@@ -874,7 +940,7 @@ class CkvGather:
 
         def attended(window: CkvWindow, first_row: int) -> tuple[int, torch.Tensor, torch.Tensor]:
             records, rows, counts, scratch = self.gather_latents(
-                window, kernels, cache, block_table, token_ids, req_id
+                window, kernels, cache, block_table, token_ids, req_id, latents
             )
             out, lse = kernels.attend(query[window.rows], records, rows, counts, scale, scratch)
             return window.rows.start - first_row, out, lse
@@ -896,21 +962,83 @@ class CkvGather:
         block_table: torch.Tensor,
         token_ids: torch.Tensor,
         req_id: torch.Tensor,
+        latents: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
         """Exchange the latent records of a window and remap the selection onto them.
 
+        An exchange that :meth:`start_records` has begun is waited for.
+
         block_table: (R, B) int32, of all requests of the batch. token_ids, req_id: of all rows.
+        latents: see :meth:`attend`.
 
         Returns:
-            records (N * padded, record_bytes) uint8; for the window's rows the gathered rows
-            (T, W) int32 and their counts (T,) int32; and the scratch that ``kernels`` asked for.
-            Records and scratch are valid until the next user of vLLM's workspace.
+            records (N * padded + own rows, record_bytes) uint8; for the window's rows the gathered
+            rows (T, W) int32 and their counts (T,) int32; and the scratch that ``kernels`` asked
+            for. Records and scratch are valid until the next user of vLLM's workspace.
         """
         assert self.workspace is not None
+        layout = window.layout
+        buffers = self.workspace.borrow_latents(layout.tokens, layout.own_rows)
+        records = buffers.records
+        if layout.own_rows and self._started == cache.data_ptr():
+            assert self._side is not None
+            self._started = None
+            self._side.wait()
+        else:
+            self._exchange_records(window, kernels, cache, block_table, records)
+        if layout.own_rows:
+            assert latents is not None, "the layer's latents were not handed over"
+            first, count = window.rows.start, layout.own_rows
+            _, own = self.workspace.kept_records(layout.tokens, count)
+            kernels.write_records(latents[first : first + count], own, self._own_slots[:count])
+        token_ids, req_id = token_ids[window.rows], window.numbered(req_id[window.rows])
+        # History, then tail, then -1: the valid entries are a prefix of every row.
+        counts = torch.empty_like(req_id)
+        rows = kernels.remap(
+            token_ids,
+            req_id,
+            layout.staged_tokens.starts,
+            layout.tokens.padded,
+            self.dcp_world_size,
+            self.geometry.get().interleave,
+            counts=counts,
+            window=window.bounds,
+            context_lens=layout.staged_tokens.seq_lens,
+            own_starts=layout.own_starts,
+        )
+        if self.debug:
+            debug.check_below("gathered rows", rows, records.shape[0])
+        return records, rows, counts, buffers.scratch
+
+    def start_records(
+        self,
+        window: CkvWindow,
+        kernels: SparseMLAKernels,
+        cache: torch.Tensor,
+        block_table: torch.Tensor,
+    ) -> None:
+        """Begin the exchange of a layer's context beside the current stream.
+
+        window: :attr:`CkvBatchPlan.early`. The others: see :meth:`attend`, which has to follow for
+            this layer before that of any other.
+        """
+        assert self.workspace is not None and self._side is not None
+        records, _ = self.workspace.kept_records(window.layout.tokens, window.layout.own_rows)
+        with self._side.run():
+            self._exchange_records(window, kernels, cache, block_table, records)
+        self._started = cache.data_ptr()
+
+    def _exchange_records(
+        self,
+        window: CkvWindow,
+        kernels: SparseMLAKernels,
+        cache: torch.Tensor,
+        block_table: torch.Tensor,
+        records: torch.Tensor,
+    ) -> None:
+        """Fill the spans of ``records``."""
         group = get_dcp_group()
         layout = window.layout
-        buffers = self.workspace.borrow_latents(layout.tokens)
-        records = buffers.records
         table = self._table_of(window, block_table, 1)
         if self.debug:
             debug.poison((records,))
@@ -927,29 +1055,13 @@ class CkvGather:
                 cache,
                 table,
                 layout.staged_tokens,
-                records,
+                records[: self.dcp_world_size * layout.tokens.padded],
                 exchange.communicator_of(group),
                 group.rank_in_group,
             )
         self.counters.ckv_bytes += (
             (self.dcp_world_size - 1) * layout.tokens.padded * cache.shape[-1]
         )
-        token_ids, req_id = token_ids[window.rows], window.numbered(req_id[window.rows])
-        # History, then tail, then -1: the valid entries are a prefix of every row.
-        counts = torch.empty_like(req_id)
-        rows = kernels.remap(
-            token_ids,
-            req_id,
-            layout.staged_tokens.starts,
-            layout.tokens.padded,
-            self.dcp_world_size,
-            self.geometry.get().interleave,
-            counts=counts,
-            window=window.bounds,
-        )
-        if self.debug:
-            debug.check_below("gathered rows", rows, records.shape[0])
-        return records, rows, counts, buffers.scratch
 
 
 def counters(worker: Any) -> dict[str, Any]:

@@ -91,6 +91,10 @@ class EmptyBatch:
         """(T, local heads, 512) bf16."""
         return self.zeros(self.shapes.local_heads, LATENT_DIM, dtype=torch.bfloat16)
 
+    def latents(self) -> torch.Tensor:
+        """(T, 512) bf16. Of the rows' own tokens."""
+        return self.zeros(LATENT_DIM, dtype=torch.bfloat16)
+
 
 @dataclass(frozen=True)
 class KeptBatch(EmptyBatch):
@@ -300,21 +304,30 @@ class Layer:
         *,
         capacity: int | None = None,
         selection_shares: int = 1,
+        early: bool = False,
     ) -> Callable[[], None]:
         """The gathered path of ``batch``, whose requests see ``lengths`` tokens.
 
         queries: rows of each request; left out, the last has as many as it can, the others one.
         capacity: visible tokens of a window; left out, what is reserved.
+        early: begin the exchange of records before the selection, if the batch may.
         """
         gather, kernels, shapes = self.gather, self.kernels, batch.shapes
         others = len(lengths) - 1
         if queries is None:
             queries = [1] * others + [batch.num_tokens - others]
         spans = gather.plan_spans(lengths, queries, batch.num_tokens, capacity=capacity)
-        plan = gather.layout_batch(lengths, spans, self.device, selection_shares)
+        # A batch of the first run may have more rows than it sees tokens.
+        seen = [min(pair) for pair in zip(lengths, queries, strict=True)]
+        own = gather.own_lens(lengths, seen, spans) if early else ()
+        plan = gather.layout_batch(lengths, spans, self.device, selection_shares, own)
         records = max(lengths) // gather.dcp_world_size + gather.geometry.get().interleave
         table = self.table(len(lengths), records // POOLS_PER_INDEX_PAGE + 1)
         req_id, pool_counts = batch.req_id(), batch.pool_counts()
+
+        def beside() -> None:
+            if plan.early is not None:
+                gather.start_records(plan.early, kernels, self.cache, table)
 
         def run() -> None:
             gather.select_pools(
@@ -326,6 +339,7 @@ class Layer:
                 req_id,
                 pool_counts,
                 shapes.pool_topk,
+                beside,
             )
             gather.attend(
                 plan,
@@ -336,6 +350,7 @@ class Layer:
                 req_id,
                 batch.query(),
                 shapes.scale,
+                None if plan.early is None else batch.latents(),
             )
 
         return run

@@ -54,6 +54,8 @@ def gathered_rows(
     *,
     dcp_world_size: int,
     interleave: int,
+    context_lens: torch.Tensor | None = None,
+    own_starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the gathered row of every selected token, in the order of the selection.
 
@@ -62,10 +64,13 @@ def gathered_rows(
         anything and are not read as tokens.
     starts: (N, R), integer. See :class:`.layout.RankMajorLayout`.
     padded: rows of every rank's span.
+    context_lens, own_starts: (R,), integer. Tokens of a request that lie in the spans, and where
+        those behind them begin, see :func:`.layout.plan_own_rows`. None: all lie in the spans.
 
     Returns:
-        (T, W), int32. ``owner * padded + starts[owner, request] + local index``, -1 where there
-        is no token. Row numbers have no other bound than int32; -1 alone is invalid.
+        (T, W), int32. ``owner * padded + starts[owner, request] + local index``, of tokens behind
+        the context ``own_starts[request] + token``, -1 where there is no token. Row numbers have no
+        other bound than int32; -1 alone is invalid.
     """
     tokens = token_ids.to(torch.int64)
     request = req_id.to(torch.int64)[:, None]
@@ -77,6 +82,9 @@ def gathered_rows(
     if starts.shape[1] == 0:
         return torch.full_like(tokens, -1, dtype=torch.int32)
     rows = owner * padded + starts.to(torch.int64)[owner, request] + local
+    if context_lens is not None and own_starts is not None:
+        own = own_starts.to(torch.int64)[request] + tokens
+        rows = torch.where(tokens < context_lens[request], rows, own)
     return torch.where(valid, rows, -1).to(torch.int32)
 
 

@@ -25,8 +25,11 @@ def table_rows(max_num_seqs: int) -> int:
 
 
 def numbers_per_batch(max_num_seqs: int, dcp_world_size: int) -> int:
-    """Numbers that one batch stages: two layouts of 2N + 1 and a first page for each request."""
-    return table_rows(max_num_seqs) * (2 * (2 * dcp_world_size + 1) + 1)
+    """Numbers that one batch stages.
+
+    For each request two layouts of 2N + 1, where its own rows begin, and its first page.
+    """
+    return table_rows(max_num_seqs) * (2 * (2 * dcp_world_size + 1) + 2)
 
 
 def device_bytes(max_num_seqs: int, dcp_world_size: int, max_pages: int) -> int:

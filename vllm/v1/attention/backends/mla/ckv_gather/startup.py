@@ -261,6 +261,10 @@ def _all_gathered_once(layer: Layer, batch: EmptyBatch) -> None:
     received = gather.counters.ckv_bytes
     for lengths in batches:
         layer.gathered(batch, lengths, capacity=visible)()
+    if gather.early_exchange:
+        # With nothing to exchange, and with a context.
+        for length in dict.fromkeys((min(batch.num_tokens, visible), visible)):
+            layer.gathered(batch, [length], capacity=visible, early=True)()
     if gather.shard_selection:
         # One row leaves every rank but the first without a row to select for.
         for rows in dict.fromkeys((1, batch.num_tokens)):

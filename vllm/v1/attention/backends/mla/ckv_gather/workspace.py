@@ -14,6 +14,9 @@ request of their exchange.
 Until vLLM locks the workspace, a larger request moves it; hence no address is kept between calls.
 CUDA graphs do keep addresses, as those of vLLM's own users do: all requests have been made in the
 profiling run, which comes before any capture.
+
+Records whose exchange begins before the selection outlast other users. Their memory is not a part
+of the scratch, but one of the manager's persistent tensors, made in the profiling run as well.
 """
 
 from __future__ import annotations
@@ -31,6 +34,9 @@ from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
 )
 from vllm.v1.attention.backends.mla.ckv_gather.layout import RankMajorLayout, RowShares
 
+KEPT_RECORDS = "vllm_b12x_ckv records"
+"""Key of the persistent tensor."""
+
 _ALIGNMENT = 256
 """vLLM places every tensor of one request at a multiple of this many bytes."""
 
@@ -44,7 +50,7 @@ Request = tuple[Shape, torch.dtype]
 class LatentBuffers:
     """Views of the borrowed workspace, cut to one batch. Contents are undefined.
 
-    records: (N * padded, record_bytes), uint8.
+    records: (N * padded + own rows, record_bytes), uint8.
     scratch: whole tensors of the plan's ``kernels.attention`` shapes.
     """
 
@@ -112,6 +118,8 @@ class WorkspacePlan:
     kernels: what selection and attention over the gathered keys and latents need.
     selection: (N * S, K) int32, pool ids of the largest batch; no row where no batch shares its
         selection out.
+    own_page: rows P of the pages that a batch writes its own records in, if their exchange begins
+        before the selection; 0 if none does, and records lie in the scratch.
     """
 
     latents: Shape
@@ -120,6 +128,7 @@ class WorkspacePlan:
     dcp_world_size: int
     kernels: KernelScratch = NO_SCRATCH
     selection: Shape = (0, 0)
+    own_page: int = 0
 
     @classmethod
     def from_geometry(
@@ -129,12 +138,15 @@ class WorkspacePlan:
         max_num_seqs: int,
         kernels: KernelScratch = NO_SCRATCH,
         selection: Shape = (0, 0),
+        *,
+        early_exchange: bool = False,
     ) -> WorkspacePlan:
         """Size the buffers for every batch of ``max_num_seqs`` requests that see ``max_tokens``.
 
         geometry: the frozen one; a plan of an earlier page size would be too small.
         selection: (T, K), rows of the largest batch and pools that a row selects, if selections
             are shared out over the ranks.
+        early_exchange: whether the exchange of records begins before the selection.
         """
         world = geometry.dcp_world_size
         sizes = {"max_tokens": max_tokens, "max_num_seqs": max_num_seqs}
@@ -148,12 +160,23 @@ class WorkspacePlan:
             dcp_world_size=world,
             kernels=kernels,
             selection=(RowShares(selection[0], world).exchanged_rows, selection[1]),
+            own_page=geometry.page_size if early_exchange else 0,
         )
 
     @property
     def latent_requests(self) -> tuple[Request, ...]:
         """What reserving and borrowing for the latent exchange both pass to the manager."""
-        return ((self.latents, torch.uint8), *self.kernels.attention)
+        records = () if self.own_page else ((self.latents, torch.uint8),)
+        return (*records, *self.kernels.attention)
+
+    @property
+    def kept(self) -> Shape:
+        """Shape of the records that are no scratch, uint8; no row where they are.
+
+        The spans of a batch's context and its own rows are no more than the spans of all it sees.
+        Its last page of own rows may reach beyond.
+        """
+        return (self.latents[0] + self.own_page if self.own_page else 0, self.latents[1])
 
     @property
     def index_requests(self) -> tuple[Request, ...]:
@@ -167,23 +190,55 @@ class WorkspacePlan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of workspace that :meth:`reserve` makes vLLM allocate."""
-        return max(_num_bytes(self.latent_requests), _num_bytes(self.index_requests))
+        """Bytes that :meth:`reserve` makes vLLM allocate, :attr:`kept` among them."""
+        scratch = max(_num_bytes(self.latent_requests), _num_bytes(self.index_requests))
+        return scratch + prod(self.kept)
 
     def reserve(self) -> torch.device:
         """Allocate :attr:`num_bytes` of workspace (profiling run) and return where they lie."""
-        return _reserve(self.latent_requests, self.index_requests)[0].device
+        _reserve(self.latent_requests, self.index_requests)
+        if self.own_page:
+            self._keep()
+        return _take(self.index_requests)[0].device
 
-    def borrow_latents(self, layout: RankMajorLayout) -> LatentBuffers:
+    def _keep(self) -> torch.Tensor:
+        from vllm.v1.worker.workspace import current_workspace_manager
+
+        return current_workspace_manager().get_persistent(KEPT_RECORDS, self.kept, torch.uint8)
+
+    def kept_records(
+        self, layout: RankMajorLayout, own_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The records of a batch whose exchange begins before the selection.
+
+        layout, own_rows: see :meth:`borrow_latents`, which gives the same records.
+
+        Returns:
+            (N * padded + own_rows, record_bytes) uint8, and the rows behind ``N * padded`` as pages
+            (pages, P, record_bytes), the last one with rows to spare. Valid until the next layer.
+
+        Raises:
+            ValueError: as :meth:`borrow_latents`.
+        """
+        rows = self._rows("latent", layout, self.latents[0], own_rows)
+        kept, page = self._keep(), self.own_page
+        pages = -(-own_rows // page)
+        own = kept[rows - own_rows :][: pages * page].view(pages, page, kept.shape[1])
+        return kept[:rows], own
+
+    def borrow_latents(self, layout: RankMajorLayout, own_rows: int = 0) -> LatentBuffers:
         """Return the buffers of one batch's latent exchange out of the reserved bytes.
 
-        layout: the token layout of the batch.
+        layout: the token layout of the batch. own_rows: rows behind it.
 
         Raises:
             ValueError: the batch needs more rows than are reserved, or has another number of
                 ranks. Nothing has been taken then: an eligible batch never gets here, because
                 eligibility bounds it by the same sizes.
         """
+        if self.own_page:
+            records, _ = self.kept_records(layout, own_rows)
+            return LatentBuffers(records, tuple(_take(self.latent_requests)))
         rows = self._rows("latent", layout, self.latents[0])
         latents, *scratch = _take(self.latent_requests)
         return LatentBuffers(latents[:rows], tuple(scratch))
@@ -215,13 +270,13 @@ class WorkspacePlan:
             index[:rows], pages[:num_pages], selection[:selection_rows], tuple(scratch)
         )
 
-    def _rows(self, what: str, layout: RankMajorLayout, reserved: int) -> int:
+    def _rows(self, what: str, layout: RankMajorLayout, reserved: int, own_rows: int = 0) -> int:
         if layout.dcp_world_size != self.dcp_world_size:
             raise ValueError(
                 f"the {what} layout has {layout.dcp_world_size} ranks, the workspace was reserved "
                 f"for {self.dcp_world_size}; plan both from one geometry"
             )
-        rows = layout.dcp_world_size * layout.padded
+        rows = layout.dcp_world_size * layout.padded + own_rows
         if rows > reserved:
             raise ValueError(
                 f"the batch needs {rows} gathered {what} rows, {reserved} are reserved; cut "

@@ -315,11 +315,14 @@ class SparseMLAKernels(Protocol):
         out: torch.Tensor | None = None,
         counts: torch.Tensor | None = None,
         window: tuple[int, int] | None = None,
+        context_lens: torch.Tensor | None = None,
+        own_starts: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Token ids of each request -> rows of the gathered rank-major buffer. Order is kept.
 
         Token t lies on rank ``(t // I) % N`` at local index ``t // (I * N) * I + t % I``; its
-        row is ``rank * padded + starts[rank, request] + local index``.
+        row is ``rank * padded + starts[rank, request] + local index``. Tokens behind the context
+        were not gathered: their row is ``own_starts[request] + t``.
 
         Of a window only the tokens from its first to its last lie in the buffer, and count from 0
         there. What is left of a row is moved to its beginning.
@@ -336,6 +339,9 @@ class SparseMLAKernels(Protocol):
                 is where the row ends if they come first in it.
             window: (begin, end), tokens; begin is a multiple of N * I. None: the buffer holds whole
                 requests, and invalid ids stay where they are.
+            context_lens: [R], int32. Tokens of each request that lie in the spans, of a window's
+                those in it; None: all.
+            own_starts: [R], int32. See above; given with ``context_lens``.
 
         Returns:
             ``out``.

@@ -428,6 +428,8 @@ class TorchReferenceKernels:
         out=None,
         counts=None,
         window=None,
+        context_lens=None,
+        own_starts=None,
     ) -> torch.Tensor:
         """See :meth:`SparseMLAKernels.remap`."""
         if starts.shape[0] != dcp_world_size:
@@ -443,6 +445,8 @@ class TorchReferenceKernels:
             padded,
             dcp_world_size=dcp_world_size,
             interleave=interleave,
+            context_lens=context_lens,
+            own_starts=own_starts,
         )
         if counts is not None:
             counts.copy_((rows >= 0).sum(1))

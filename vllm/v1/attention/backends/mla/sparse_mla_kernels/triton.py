@@ -893,7 +893,15 @@ def _expand_kernel(
         "first",
         "end",
     ],
-    do_not_specialize_on_alignment=["req_id", "starts", "counts", "token_ids", "out"],
+    do_not_specialize_on_alignment=[
+        "req_id",
+        "starts",
+        "context_lens",
+        "own_starts",
+        "counts",
+        "token_ids",
+        "out",
+    ],
 )
 def _remap_kernel(
     token_ids,
@@ -901,6 +909,8 @@ def _remap_kernel(
     req_id,
     starts,
     starts_stride,
+    context_lens,
+    own_starts,
     padded,
     out,
     out_stride,
@@ -918,6 +928,8 @@ def _remap_kernel(
     row = tl.program_id(0).to(tl.int64)
     request = tl.load(req_id + row)
     known = request >= 0
+    context = tl.load(context_lens + request, mask=known, other=0)
+    own = tl.load(own_starts + request, mask=known, other=0)
     total = tl.zeros([BLOCK], tl.int32)
     kept = 0
     for base in range(0, width, BLOCK):
@@ -938,7 +950,8 @@ def _remap_kernel(
                 begin = tl.where(rank == other, here, begin)
         else:
             begin = tl.load(starts + rank * starts_stride + request, mask=valid, other=0)
-        found = tl.where(valid, rank * padded + begin + local, -1)
+        found = tl.where(token < context, rank * padded + begin + local, own + token)
+        found = tl.where(valid, found, -1)
         if WINDOW:
             order = kept + tl.cumsum(valid.to(tl.int32), axis=0) - 1
             kept += tl.sum(valid.to(tl.int32), axis=0)
@@ -1859,6 +1872,8 @@ class TritonKernels:
         out=None,
         counts=None,
         window=None,
+        context_lens=None,
+        own_starts=None,
     ) -> torch.Tensor:
         """See :meth:`SparseMLAKernels.remap`."""
         if starts.shape[0] != dcp_world_size:
@@ -1872,6 +1887,9 @@ class TritonKernels:
             )
         rows, width = token_ids.shape
         first, end = (0, 0) if window is None else window
+        if context_lens is None:
+            # No token lies behind this, so any starts will do.
+            context_lens, own_starts = starts.new_full(starts.shape[1:], 2**31 - 1), starts[0]
         if rows and not starts.shape[1]:
             out.fill_(-1)
             if counts is not None:
@@ -1883,6 +1901,8 @@ class TritonKernels:
                 req_id,
                 starts,
                 starts.stride(0),
+                context_lens,
+                own_starts,
                 padded,
                 out,
                 out.stride(0),
