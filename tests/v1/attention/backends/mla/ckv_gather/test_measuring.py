@@ -83,7 +83,7 @@ class Machine(TorchReferenceKernels):
         own = (ids >= 0) & (ids // interleave % dcp_world_size == rank)
         return ids, own.sum(1).int()
 
-    def remap(self, ids, *args, counts, window=None):
+    def remap(self, ids, *args, counts, window=None, **own):
         self.take(ids.shape[0] * COPY)
         first, last = window or (0, 10**9)
         counts.copy_(((ids >= first) & (ids < last)).sum(1))

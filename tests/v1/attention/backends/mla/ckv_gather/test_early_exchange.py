@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records of the context that travel beside the selection, and those of the batch's own tokens."""
+
+import os
+import random
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import ckv_fuzz
+import pytest
+import torch
+from ckv_ranks import EARLY, Sizes, Step, run_step, simulated_ranks
+
+from vllm.v1.attention.backends.mla import b12x_mla_sparse as backend
+from vllm.v1.attention.backends.mla.ckv_gather import debug, exchange, rehearsal, startup
+from vllm.v1.attention.backends.mla.ckv_gather import plan as plan_module
+from vllm.v1.attention.backends.mla.ckv_gather.layout import plan_layout, plan_own_rows
+from vllm.v1.attention.backends.mla.sparse_mla_kernels.torch_reference import TorchReferenceKernels
+
+WORLD = 3
+RECORDS = ["fp8_ds_mla", "nvfp4_ds_mla"]
+
+pytestmark = pytest.mark.usefixtures("gather_on")
+
+
+class Selecting(TorchReferenceKernels):
+    """Says when pools are selected."""
+
+    def __init__(self, happened):
+        super().__init__()
+        self.happened = happened
+
+    def select_pools(self, *args):
+        self.happened.append("selection")
+        return super().select_pools(*args)
+
+
+class Late:
+    """Delivers only when it is waited for; until then the buffer holds NaN."""
+
+    def __init__(self, rank, happened):
+        self.rank, self.happened = rank, happened
+
+    @contextmanager
+    def run(self):
+        self.happened.append("start")
+        yield
+        buffer = self.rank.gather.workspace._keep()
+        self.arrived = buffer.clone()
+        debug.poison((buffer,))
+
+    def wait(self):
+        self.happened.append("wait")
+        self.rank.gather.workspace._keep().copy_(self.arrived)
+
+
+class Careless(Late):
+    """Does not wait."""
+
+    def wait(self):
+        self.happened.append("wait")
+
+
+def play(cached, rows, record="fp8_ds_mla", side=None, inspect=lambda ranks: None, **flags):
+    """One step of prompts of ``rows`` tokens behind ``cached`` ones.
+
+    Returns the results of both layers, rank after rank, and what happened on them in this order.
+    """
+    bank, happened = ckv_fuzz.bank(record), []
+    flags = {"early_exchange": True} | flags
+    sizes = Sizes(WORLD, heads=2, capacity=1500, record=record, layers=2, **flags)
+    with simulated_ranks(sizes, Selecting(happened)) as (lockstep, ranks):
+        for rank in ranks:
+            rank.tables.pages = [
+                [20 * rank.rank + 3 * r, 20 * rank.rank + 3 * r + 1] for r in range(len(rows))
+            ]
+            if side is not None:
+                rank.gather._side = side(rank, happened)
+
+        def inputs(begins, ends, heads):
+            places = [
+                300 * r + torch.arange(b, e)
+                for r, (b, e) in enumerate(zip(begins, ends, strict=True))
+            ]
+            return [bank.inputs(torch.cat(places) % bank.size, i, 0, heads) for i in range(2)]
+
+        requests, none = list(range(len(rows))), [0] * len(rows)
+        ends = [n + q for n, q in zip(cached, rows, strict=True)]
+        prefilling = [True] * len(rows)
+        written = Step(requests, list(cached), list(cached), prefilling)
+        run_step(lockstep, ranks, written, inputs(none, cached, 1), write_only=True)
+        step = Step(requests, list(rows), ends, prefilling)
+        results = run_step(lockstep, ranks, step, inputs(cached, ends, WORLD * 2))
+        inspect(ranks)
+        return [result for layers in results for result in layers], happened
+
+
+def equal(results, others):
+    return all(
+        torch.equal(mine.out, other.out) and torch.equal(mine.lse, other.lse)
+        for mine, other in zip(results, others, strict=True)
+    )
+
+
+@pytest.mark.parametrize("record", RECORDS)
+@pytest.mark.parametrize(("cached", "rows"), [([89], [37]), ([0, 0], [61, 20])])
+def test_own_rows_are_the_records_of_their_owners(record, cached, rows):
+    """Byte for byte, of the last layer; every rank writes what another one has in its cache."""
+
+    def inspect(ranks):
+        layout = plan_layout(torch.tensor(cached), dcp_world_size=WORLD, interleave=4)
+        row = WORLD * layout.padded
+        buffers = [rank.manager.get_persistent(*kept(rank)) for rank in ranks]
+        for request, (begin, count) in enumerate(zip(cached, rows, strict=True)):
+            for token in range(begin, begin + count):
+                owner = ranks[token // 4 % WORLD]
+                local = token // (4 * WORLD) * 4 + token % 4
+                record_of_owner = owner.caches[1][owner.tables.pages[request][0], local]
+                for buffer in buffers:
+                    assert torch.equal(buffer[row], record_of_owner)
+                row += 1
+
+    def kept(rank):
+        workspace = rank.gather.workspace
+        return "vllm_b12x_ckv records", workspace.kept, torch.uint8
+
+    results, _ = play(cached, rows, record, inspect=inspect)
+    assert {result.own_rows for result in results} == {sum(rows)}
+
+
+@pytest.mark.parametrize("record", RECORDS)
+@pytest.mark.parametrize("shard_selection", [False, True])
+def test_nothing_is_read_before_it_has_arrived(record, shard_selection):
+    flags = {"record": record, "shard_selection": shard_selection}
+    plain, happened = play([530], [37], early_exchange=False, **flags)
+    assert set(happened) == {"selection"}
+    late, happened = play([530], [37], side=Late, **flags)
+    assert [result.own_rows for result in late] == [37] * 2 * WORLD
+    assert equal(late, plain)
+    # On every rank and in both layers the exchange begins first and is awaited last.
+    assert [happened.count(what) for what in ("start", "selection", "wait")] == [2 * WORLD] * 3
+    assert happened.index("start") < happened.index("selection") < happened.index("wait")
+    careless, _ = play([530], [37], side=Careless, **flags)
+    assert not equal(careless, plain)
+
+
+def test_only_the_context_is_sent():
+    def bytes_sent(ranks):
+        sent.append(ranks[0].gather.counters.ckv_bytes)
+
+    sent = []
+    for early_exchange in (False, True):
+        play([530], [37], inspect=bytes_sent, early_exchange=early_exchange)
+    padded = [
+        plan_layout(torch.tensor([n]), dcp_world_size=WORLD, interleave=4).padded
+        for n in (530 + 37, 530)
+    ]
+    assert sent[0] - sent[1] == 2 * (WORLD - 1) * 528 * (padded[0] - padded[1]) > 0
+
+
+def test_a_layer_whose_indexer_did_not_run_exchanges_when_it_attends(monkeypatch):
+    plain, _ = play([530], [37], early_exchange=False)
+    monkeypatch.setattr("vllm.models.glm5next.b12x.sparse_indexer._start_records", lambda *a: None)
+    results, happened = play([530], [37], side=Late)
+    assert set(happened) == {"selection"}
+    assert equal(results, plain)
+
+
+@pytest.mark.parametrize(
+    ("seq_lens", "query_lens", "own"),
+    [
+        ([700], [40], [40]),
+        ([40], [40], [40]),
+        ([40, 7], [40, 7], [40, 7]),
+        # The second may begin with blocks that the first one is about to write.
+        ([300, 290], [300, 34], []),
+        ([300, 40], [1, 40], []),
+        # Several windows: of two requests, and of one.
+        ([600, 600], [600, 600], []),
+        ([1400], [40], []),
+    ],
+)
+def test_which_batches_leave_their_own_records_out(
+    make_gather, make_common, monkeypatch, seq_lens, query_lens, own
+):
+    monkeypatch.setenv(EARLY, "1")
+    monkeypatch.setenv("VLLM_B12X_MLA_CKV_GATHER_MAX_TOKENS", "1000")
+    gather = make_gather(max_model_len=2000)
+    plan = gather.plan_batch(
+        make_common(query_lens, seq_lens), num_decode_tokens=0, capturing=False
+    )
+    early = None if plan is None else plan.early
+    assert (0 if early is None else early.layout.own_rows) == sum(own)
+    if early is not None:
+        context = [n - q for n, q in zip(seq_lens, query_lens, strict=True)]
+        assert early.layout.tokens.seq_lens.tolist() == context
+        assert early.layout.pools.seq_lens.tolist() == [n // 4 for n in seq_lens]
+        own_starts = plan_own_rows(early.layout.tokens, torch.tensor(own))
+        assert early.layout.own_starts.tolist() == own_starts.tolist()
+
+
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_ranks_have_to_agree_on_the_switch(make_gather, monkeypatch, value):
+    monkeypatch.setenv(EARLY, value)
+    assert make_gather().facts[EARLY] == int(value)
+
+
+def test_latents_are_handed_over_outside_of_piecewise_graphs(monkeypatch):
+    """vLLM's own custom ops under its capture: a replay updates caches without the implementation.
+
+    What CUDA would capture is a stand-in; what is inside a graph and what is not is vLLM's.
+    """
+    import vllm.forward_context as forward_context
+    from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture
+    from vllm.model_executor.layers.attention import mla_attention
+    from vllm.utils import torch_utils
+
+    graph = SimpleNamespace(
+        capture_begin=lambda **k: None, capture_end=lambda: None, replay=lambda: None
+    )
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.ops._C, "weak_ref_tensor", lambda t: t, raising=False)
+    assert torch_utils.weak_ref_tensor(torch.ones(1)) == 1
+    called, latents = [], torch.ones(3, 512)
+    impl = SimpleNamespace(latents=None)
+    layer = SimpleNamespace(
+        kv_cache=None,
+        hisparse_cache=None,
+        prepare_kv_cache_update=lambda metadata: None,
+        update_kv_cache=lambda *a: called.append("cache"),
+        forward_impl=lambda *a, **k: called.append(impl.latents),
+    )
+    backend.hand_latents_over(layer, impl)
+    once = layer.forward_impl
+    backend.hand_latents_over(layer, impl)
+    assert layer.forward_impl is once
+    context = forward_context.ForwardContext(
+        no_compile_layers={"layer": layer},
+        attn_metadata={"layer": None},
+        slot_mapping={"layer": torch.zeros(3)},
+    )
+    with forward_context.override_forward_context(context):
+        with BreakableCUDAGraphCapture() as capture:
+            mla_attention.unified_mla_kv_cache_update(latents, None, "layer", "", None)
+            mla_attention.unified_mla_attention_with_output(latents, latents, None, None, "layer")
+        assert called[0] == "cache" and called[1] is latents and impl.latents is None
+        called.clear()
+        capture.replay()
+    assert len(called) == 1 and called[0] is latents and impl.latents is None
+
+
+def test_the_first_run_takes_the_early_path(make_gather, monkeypatch):
+    monkeypatch.setenv(EARLY, "1")
+    seen = []
+    monkeypatch.setattr(
+        rehearsal.Layer, "gathered", lambda self, batch, lengths, **options: lambda: seen.append(
+            (lengths, options.get("early", False))
+        ),
+    )  # fmt: skip
+    gather = make_gather(max_model_len=4096)
+    shapes = rehearsal.LayerShapes(8, 1, 515, 128, 32, 4, 1.0)
+    layer = rehearsal.Layer(gather, TorchReferenceKernels(), torch.device("cpu"), None, None)
+    startup._all_gathered_once(layer, rehearsal.EmptyBatch(shapes, 8, layer.device))
+    assert [lengths for lengths, early in seen if early] == [[8], [4096]]
+
+
+RUNS = int(os.environ.get("CKV_EARLY_RUNS", "1000"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_thousand_late_exchanges_equal_the_plain_one(make_gather, monkeypatch):
+    """The other rank is a copy of this one, which sends late, by another time in every run."""
+    from vllm.v1.worker import workspace
+
+    from vllm.v1.attention.backends.mla.sparse_mla_kernels.triton import TritonKernels
+
+    monkeypatch.setenv(EARLY, "1")
+    device, page, rows, context = torch.device("cuda"), 256, 512, 8192
+    monkeypatch.setattr(workspace, "_manager", workspace.WorkspaceManager(device))
+    group = SimpleNamespace(rank_in_group=0)
+    monkeypatch.setattr(plan_module, "get_dcp_group", lambda: group)
+    monkeypatch.setattr(exchange, "communicator_of", lambda group: None)
+    monkeypatch.setattr(exchange, "_place", lambda group: (2, 0))
+    cycles = [0]
+
+    def all_gather(received, own, group):
+        # Alike on both ranks: lengths are a multiple of two interleaves, and the pages the same.
+        if received.shape[1] == 528 and cycles[0]:
+            torch.cuda._sleep(cycles[0])
+        received[own.shape[0] :].copy_(own)
+
+    monkeypatch.setattr(exchange, "_all_gather", all_gather)
+    kernels, outcome = TritonKernels(), []
+    attend = kernels.attend
+    monkeypatch.setattr(kernels, "attend", lambda *a: outcome.append(attend(*a)) or outcome[-1])
+    gather = make_gather(max_model_len=context + rows, max_num_batched_tokens=rows)
+    shapes = rehearsal.LayerShapes(rows, 8, 4 * 32 + 3, 32, 32, 4, 512**-0.5)
+    startup.warm_up(gather, kernels, shapes, device)
+    gather.reserve(kernels, shapes)
+    torch.manual_seed(0)
+    records = torch.randn(page, 512, device=device).bfloat16()
+    query = torch.randn(rows, 8, 512, device=device).bfloat16()
+    tokens = torch.arange(context, context + rows, device=device)
+
+    class Batch(rehearsal.SeeingBatch):
+        def query(self):
+            return query
+
+        def latents(self):
+            # As the only page of the caches has them, where the plain exchange finds them.
+            return records[(tokens // 8 * 4 + tokens % 4) % page]
+
+    batch = Batch.of(shapes, device, [context + rows], [rows], 4)
+    layer = rehearsal.Layer(gather, kernels, device, None, None)
+    kernels.write_records(records, layer.cache, torch.arange(page, device=device))
+
+    def run(early):
+        outcome.clear()
+        layer.gathered(batch, [context + rows], [rows], early=early)()
+        ((out, lse),) = outcome
+        return out.clone(), lse.clone()
+
+    want = run(early=False)
+    assert bool(want[0].any())
+    chance = random.Random(0)
+
+    def differing(run_number):
+        # What an earlier run left would be right.
+        debug.poison((gather.workspace._keep(),))
+        cycles[0] = chance.randrange(1_000_000)
+        out, lse = run(early=True)
+        return (out != want[0]).any() | (lse != want[1]).any()
+
+    assert not bool(torch.stack([differing(number) for number in range(RUNS)]).any())
+    # The same without waiting, to see that waiting is what made them equal.
+    monkeypatch.setattr(gather._side, "wait", lambda: None)
+    chance = SimpleNamespace(randrange=lambda most: 100_000_000)
+    assert bool(differing(0))
+    torch.cuda.synchronize()
