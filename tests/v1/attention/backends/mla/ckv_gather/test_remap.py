@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.v1.attention.backends.mla.ckv_gather import geometry as g
-from vllm.v1.attention.backends.mla.ckv_gather.layout import plan_layout
+from vllm.v1.attention.backends.mla.ckv_gather.layout import plan_layout, plan_own_rows
 from vllm.v1.attention.backends.mla.ckv_gather.remap import causal_lengths, gathered_rows
 
 
@@ -47,27 +47,38 @@ def test_causal_lengths_against_a_loop(requests):
 
 
 @given(
-    st.lists(st.integers(0, 80), min_size=1, max_size=5),
+    st.lists(st.tuples(st.integers(0, 80), st.integers(0, 9)), min_size=1, max_size=5),
     st.integers(1, 5),
     st.sampled_from([1, 4, 8]),
 )
-def test_rows_cover_the_gathered_records_once(lengths, world, interleave):
+def test_rows_cover_the_gathered_records_once(requests, world, interleave):
+    """Requests of a context and own tokens, which lie behind the spans."""
     split = {"dcp_world_size": world, "interleave": interleave}
-    layout = plan_layout(torch.tensor(lengths), **split)
+    contexts, own = (torch.tensor(numbers) for numbers in zip(*requests, strict=True))
+    layout = plan_layout(contexts, **split)
     # The gathered buffer as the ranks would fill it, by hand.
     gathered = {}
     for rank in range(world):
         row = rank * layout.padded
-        for request, length in enumerate(lengths):
+        for request, length in enumerate(contexts.tolist()):
             for local in range(g.local_length(length, rank, **split)):
                 gathered[row] = (request, g.global_index_of(local, rank, **split))
                 row += 1
+    row = world * layout.padded
+    for request, (begin, count) in enumerate(requests):
+        for token in range(begin, begin + count):
+            gathered[row] = (request, token)
+            row += 1
+    lengths = (contexts + own).tolist()
     width = max(*lengths, 1)
     ids = torch.full((len(lengths), width), -1, dtype=torch.int32)
     for request, length in enumerate(lengths):
         ids[request, :length] = torch.arange(length - 1, -1, -1)
     req_id = torch.arange(len(lengths), dtype=torch.int32)
-    rows = gathered_rows(ids, req_id, layout.starts, layout.padded, **split)
+    rows = gathered_rows(
+        ids, req_id, layout.starts, layout.padded, **split,
+        context_lens=layout.seq_lens, own_starts=plan_own_rows(layout, own),
+    )  # fmt: skip
     assert rows.dtype == torch.int32
     seen = []
     for request in range(len(lengths)):

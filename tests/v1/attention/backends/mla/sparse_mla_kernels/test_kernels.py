@@ -611,6 +611,49 @@ def test_remap_worked_example_and_padding_rows(kernels):
 
 
 @pytest.mark.parametrize(("world", "interleave"), [(4, 4), (3, 64), (2, 8)])
+def test_remap_finds_tokens_of_the_batch_behind_the_spans(kernels, world, interleave):
+    """Contexts and chunks of irregular sizes, in a row wider than a program's block."""
+    contexts, own, width = [19, 0, 701, 5], [3, 130, 1, 0], 1100
+    _, starts, padded = layout(contexts, world, interleave)
+    place = {}
+    for rank in range(world):
+        row = rank * padded
+        for r, n in enumerate(contexts):
+            for t in (t for t in range(n) if t // interleave % world == rank):
+                place[r, t] = row
+                row += 1
+    row, own_starts = world * padded, []
+    for r, (n, count) in enumerate(zip(contexts, own, strict=True)):
+        own_starts.append(row - n)
+        for t in range(n, n + count):
+            place[r, t] = row
+            row += 1
+    assert len(set(place.values())) == sum(contexts) + sum(own)
+    tokens = torch.full((6, width), -1, dtype=torch.int32)
+    want = torch.full_like(tokens, -1)
+    for r, (n, count) in enumerate(zip(contexts, own, strict=True)):
+        chosen = torch.randperm(n + count)
+        columns = torch.randperm(width)[: n + count]
+        tokens[r, columns] = chosen.int()
+        want[r, columns] = int32([place[r, t] for t in chosen.tolist()])
+    tokens[4], tokens[5] = tokens[2], POISON
+    counts = int32([POISON] * 6)
+    got = kernels.remap(
+        tokens,
+        int32([0, 1, 2, 3, -1, -1]),
+        starts,
+        padded,
+        world,
+        interleave,
+        counts=counts,
+        context_lens=int32(contexts),
+        own_starts=int32(own_starts),
+    )
+    assert torch.equal(got, want)
+    assert counts.tolist() == [22, 130, 702, 5, 0, 0]
+
+
+@pytest.mark.parametrize(("world", "interleave"), [(4, 4), (3, 64), (2, 8)])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_remap_of_a_window_keeps_its_tokens_in_order_without_holes(
     kernels, world, interleave, in_place
