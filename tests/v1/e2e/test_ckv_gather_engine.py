@@ -282,7 +282,8 @@ FOUR = ["4 tokens", "5 tokens", "2 tokens", "3 tokens", "odd cuts", "three", "on
 def four_ranks(engines):
     arguments = {"attention_backend": BACKEND} | DCP
     sizes = {"tensor_parallel_size": 4, "decode_context_parallel_size": 4}
-    return engines.run("four-ranks", arguments | sizes, FLAGS, FOUR, max_tokens=1)
+    early = {**FLAGS, "VLLM_B12X_MLA_CKV_EARLY_EXCHANGE": "1"}
+    return engines.run("four-ranks", arguments | sizes, early, FOUR, max_tokens=1)
 
 
 BROKEN = ["odd cuts", "pair", "three"]
@@ -467,6 +468,16 @@ def test_four_ranks(name, no_dcp, four_ranks):
         assert mine.tokens[i][0] == other.tokens[i][0]
         # Other numbers of heads a rank round differently, also without context parallelism.
         assert abs(mine.logprobs[i][0] - other.logprobs[i][0]) <= verify.LIMIT_VS_DCP
+
+
+def test_four_ranks_exchange_no_record_of_the_chunk_itself(engines, four_ranks):
+    """A prompt without a context costs its index key at most."""
+    config = json.loads((engines.model / "config.json").read_text())
+    layers = config.get("text_config", config)["layer_types"].count("full_attention")
+    for name, pools in (("2 tokens", 0), ("3 tokens", 0), ("4 tokens", 1), ("5 tokens", 1)):
+        counters = result_of(four_ranks, name, FOUR).counters
+        assert counters["ckv_bytes"] == layers * 3 * pools * 132
+    assert result_of(four_ranks, "odd cuts", FOUR).counters["ckv_bytes"] > layers * 3 * 528
 
 
 def test_one_token_then_a_chunk(four_ranks):

@@ -91,6 +91,37 @@ def test_reserved_equals_borrowed(manager, page_size, world, record):
     assert max(ends) <= reserved
 
 
+@pytest.mark.parametrize("record", [g.FP8_DS_MLA, g.NVFP4_DS_MLA], ids=lambda r: r.name)
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_records_of_an_early_exchange_have_memory_of_their_own(manager, page_size, world, record):
+    """Context and own rows of every division of the unluckiest batch, none of it in the scratch."""
+    max_tokens, step = 5000, 4 * world
+    size = geometry(page_size, world, record)
+    plan = WorkspacePlan.from_geometry(size, max_tokens, 8, early_exchange=True)
+    plan.reserve()
+    scratch = allocated(manager)
+    manager.lock()
+    contexts = [step * 2 + 4] * 7
+    contexts.append(max_tokens - sum(contexts))
+    layout, _ = layouts(contexts, world)
+    kept = plan.borrow_latents(layout).records
+    assert plan.num_bytes == scratch.numel() + kept.untyped_storage().nbytes()
+    for own_rows in (1, min(page_size, 4000), 3000, max_tokens):
+        lengths = [min(n, (max_tokens - own_rows) // 8) for n in contexts]
+        layout, _ = layouts(lengths, world)
+        first = world * layout.padded
+        records, own = plan.kept_records(layout, own_rows)
+        assert records.shape == (first + own_rows, record.record_bytes)
+        assert plan.borrow_latents(layout, own_rows).records.data_ptr() == records.data_ptr()
+        assert own.shape == (-(-own_rows // page_size), page_size, record.record_bytes)
+        assert own.data_ptr() == records[first:].data_ptr()
+    assert allocated(manager) is scratch
+    rows = plan.latents[0]
+    with pytest.raises(ValueError, match=rf"{first + rows + 1} gathered latent rows, {rows} are"):
+        plan.kept_records(layout, rows + 1)
+
+
 @pytest.mark.parametrize("page_size, records", [(64, 131_200), (2304, 131_328)])
 def test_case_1_bytes_of_the_real_sizes(page_size, records):
     plan = WorkspacePlan.from_geometry(geometry(page_size), 524_288, 32)
