@@ -129,7 +129,8 @@ def test_case_1_bytes_of_the_real_sizes(page_size, records):
     assert plan.num_bytes == 4 * records * 528
 
 
-def test_case_1_the_line_at_start(make_gather, monkeypatch, manager):
+@pytest.mark.parametrize(("early", "mib"), [("0", "264.5"), ("1", "298.9")])
+def test_case_1_the_line_at_start(make_gather, monkeypatch, manager, early, mib):
     from types import SimpleNamespace
 
     from vllm.v1.attention.backends.mla.ckv_gather import exchange, startup
@@ -142,15 +143,19 @@ def test_case_1_the_line_at_start(make_gather, monkeypatch, manager):
     monkeypatch.setattr(plan_module.logger, "info", lambda text, *args: lines.append(text % args))
     monkeypatch.setattr(plan_module, "get_dcp_group", lambda: SimpleNamespace(cpu_group=None))
     monkeypatch.setattr(exchange, "all_gather_facts", lambda facts, group: [facts])
+    monkeypatch.setenv("VLLM_B12X_MLA_CKV_EARLY_EXCHANGE", early)
     gather = make_gather(4, freeze=False, block_size=2304, max_model_len=1_000_000, max_num_seqs=32)
     shapes = startup.LayerShapes(8192, 16, 2051, 512, 32, 4, 0.1)
     assert gather.freeze(TorchReferenceKernels())
     gather.reserve(TorchReferenceKernels(), shapes)
     assert lines == [
-        "full-CKV gather: on, page 2304 tokens, capacity 131,328 records/rank, workspace 264.5 "
+        f"full-CKV gather: on, page 2304 tokens, capacity 131,328 records/rank, workspace {mib} "
         "MiB/GPU (limit 524,288 visible tokens), kernels TorchReferenceKernels"
     ]
-    assert allocated(manager).numel() == 4 * 131_328 * 528
+    kept = manager._persistent_resources[0].values()
+    assert gather.workspace.num_bytes == allocated(manager).numel() + sum(t.numel() for t in kept)
+    if early == "0":
+        assert allocated(manager).numel() == 4 * 131_328 * 528
 
 
 def test_case_1_a_plan_of_the_early_page_cannot_serve_the_final_one(manager):

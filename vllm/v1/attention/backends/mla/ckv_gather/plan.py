@@ -842,6 +842,9 @@ class CkvGather:
         assert best is not None
         pool_ids = best[0]
         if shares.exchanged_rows:
+            if self._side is not None:
+                # One communicator is not to work on two streams at a time.
+                self._side.wait()
             with self.timer.exchange("selection"):
                 exchange.gather_selection(
                     pool_ids, selection, exchange.communicator_of(group), group.rank_in_group
