@@ -61,7 +61,16 @@ class Careless(Late):
         self.happened.append("wait")
 
 
-def play(cached, rows, record="fp8_ds_mla", side=None, inspect=lambda ranks: None, **flags):
+def play(
+    cached,
+    rows,
+    record="fp8_ds_mla",
+    side=None,
+    inspect=lambda ranks: None,
+    *,
+    poisoned=False,
+    **flags,
+):
     """One step of prompts of ``rows`` tokens behind ``cached`` ones.
 
     Returns the results of both layers, rank after rank, and what happened on them in this order.
@@ -74,6 +83,7 @@ def play(cached, rows, record="fp8_ds_mla", side=None, inspect=lambda ranks: Non
             rank.tables.pages = [
                 [20 * rank.rank + 3 * r, 20 * rank.rank + 3 * r + 1] for r in range(len(rows))
             ]
+            rank.gather.debug = poisoned
             if side is not None:
                 rank.gather._side = side(rank, happened)
 
@@ -134,7 +144,8 @@ def test_nothing_is_read_before_it_has_arrived(record, shard_selection):
     flags = {"record": record, "shard_selection": shard_selection}
     plain, happened = play([530], [37], early_exchange=False, **flags)
     assert set(happened) == {"selection"}
-    late, happened = play([530], [37], side=Late, **flags)
+    # Also what no exchange fills and no row writes is NaN.
+    late, happened = play([530], [37], side=Late, poisoned=True, **flags)
     assert [result.own_rows for result in late] == [37] * 2 * WORLD
     assert equal(late, plain)
     # On every rank and in both layers the exchange begins first and is awaited last, before the
