@@ -566,12 +566,12 @@ class CkvGather:
     def own_lens(
         self, seq_lens: Sequence[int], query_lens: Sequence[int], spans: Sequence[Span]
     ) -> Sequence[int]:
-        """Tokens of each gathered request whose records are not exchanged, because all ranks have
-        computed them: the query tokens, or none.
+        """Tokens of each gathered request whose records stay out of the exchange; empty: none do.
 
-        What is exchanged must have been written before this step. Lengths tell so of a request that
-        is alone, and of prompts without a context: vLLM lets a request begin with blocks that
-        another one of the same step is only about to write.
+        They are the query tokens, which every rank computes. What is exchanged must have been
+        written before this step. Lengths tell so of a request that is alone, and of prompts without
+        a context: vLLM lets a request begin with blocks that another one of the same step is only
+        about to write.
         """
         if not self.early_exchange or len(spans) != 1 or spans[0].num_windows != 1:
             return ()
