@@ -11,7 +11,7 @@ implementation's ``reserve_workspace`` runs the same kernels at their largest sh
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
@@ -22,9 +22,6 @@ from vllm.models.glm5next.sparse_indexer import SparseAttnIndexerKpool
 from vllm.v1.attention.backends.mla.ckv_gather import debug
 from vllm.v1.attention.backends.mla.ckv_gather.exchange import all_gather_candidates
 from vllm.v1.attention.backends.mla.sparse_mla_kernels import get_kernels
-
-if TYPE_CHECKING:
-    from vllm.v1.attention.backends.mla.ckv_gather.plan import CkvBatchPlan
 
 
 @eager_break_during_capture
@@ -120,7 +117,7 @@ def select_tokens(
             req_id,
             visible_pools,
             pool_topk,
-            beside=partial(_start_records, op, plan, attention.block_table),
+            partial(_start_records, op, attention),
         )
         buffer[first:num_tokens] = kernels.expand_pools(
             pool_ids, positions[first:], pool_size, buffer.shape[1]
@@ -128,16 +125,15 @@ def select_tokens(
     return buffer
 
 
-def _start_records(
-    op: B12xSparseAttnIndexer, plan: CkvBatchPlan, block_table: torch.Tensor
-) -> None:
+def _start_records(op: B12xSparseAttnIndexer, attention: Any) -> None:
     """Begin the exchange of the records that the layer's attention is going to read, if it may.
 
-    block_table: (R, B) int32, of the latent cache.
+    attention: the metadata of that attention, of a batch that gathers.
     """
-    if plan.early is not None:
+    window = attention.ckv_plan.early
+    if window is not None:
         layer = get_forward_context().no_compile_layers[op.layer_name]
-        op.gather.start_records(plan.early, get_kernels(), layer.kv_cache, block_table)
+        op.gather.start_records(window, get_kernels(), layer.kv_cache, attention.block_table)
 
 
 def _select_ordinary(
