@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vllm.v1.attention.backends.mla.ckv_gather.byte_model import HEAD_BYTES
-from vllm.v1.attention.backends.mla.ckv_gather.time_model import Rates
+from vllm.v1.attention.backends.mla.ckv_gather.time_model import Curve, Rates
 
 US = 1e-6
 
@@ -112,6 +112,9 @@ def known_rates(
     def rows(*names: str) -> float:
         return sum(ROW_US[name] for name in names) * US / ROWS
 
+    def curve(row: float) -> Curve:
+        return ((0, LAUNCHES), (ROWS, LAUNCHES + copies * ROWS * row))
+
     all_heads = world * local_heads
     heads_copied = PASSES * HEAD_BYTES / (base.memory_gbps * 1e9)
     padding = FLASHMLA_COPIES_US * US / ROWS if flashmla else 0.0
@@ -123,15 +126,12 @@ def known_rates(
         pair=PAIR * arithmetic * max(index_heads, 32) / 32,
         own_heads=attention(local_heads, gathered=True),
         all_heads=attention(all_heads, gathered=False),
-        ordinary=LAUNCHES,
-        ordinary_row=copies
-        * (
+        ordinary=curve(
             CHOICE
             + rows("merge_pool_candidates", "expand_pools", "filter_local")
             + all_heads * heads_copied
         ),
-        gathered=LAUNCHES,
-        gathered_row=copies * (CHOICE + rows("expand_pools", "remap") + padding),
+        gathered=curve(CHOICE + rows("expand_pools", "remap") + padding),
         token=copies * (PACKED / world + unpacking + (CONVERTED if flashmla else 0.0)),
         merged=LAUNCHES,
         merged_row=copies * merging,

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """``VLLM_B12X_MLA_CKV_GATHER=auto``: the byte model decides, alike on every rank."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from ckv_rates import NOTHING
 
 from vllm.v1.attention.backends.mla.ckv_gather import exchange, startup
 from vllm.v1.attention.backends.mla.ckv_gather import plan as plan_module
 from vllm.v1.attention.backends.mla.ckv_gather.eligibility import Reason
-from vllm.v1.attention.backends.mla.ckv_gather.time_model import Rates
 from vllm.v1.attention.backends.mla.sparse_mla_kernels.torch_reference import TorchReferenceKernels
 
 
@@ -66,12 +66,11 @@ def test_time_decides_where_rates_are_known(make_auto, make_common, monkeypatch)
     """A launch of the ordinary path, and nothing else: decodes pay for it in any case."""
     monkeypatch.setenv("VLLM_B12X_MLA_CKV_GATHER_MIXED", "1")
     gather = make_auto(max_model_len=100_000)
-    nothing = Rates(*[0.0] * len(fields(Rates)))
-    gather.adopt(replace(nothing, ordinary=1.0))
+    gather.adopt(replace(NOTHING, ordinary=((0, 1.0),)))
     assert plan(gather, make_common([17], [90_000])) is not None
     mixed = make_common([1, 17], [50, 90_000], [False, True])
     assert gather.plan_batch(mixed, num_decode_tokens=1, capturing=False) is None
-    gather.adopt(replace(nothing, gathered=1.0))
+    gather.adopt(replace(NOTHING, gathered=((0, 1.0),)))
     assert plan(gather, make_common([17], [17])) is None
     gather.adopt(None)
     assert plan(gather, make_common([17], [17])) is not None

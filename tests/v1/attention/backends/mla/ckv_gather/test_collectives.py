@@ -7,11 +7,12 @@ batch's numbers say it has to be.
 """
 
 import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from ckv_ranks import INDEX_HEADS, Inputs, Sizes, Step, run_step, simulated_ranks
+from ckv_rates import NOTHING
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lockstep import Call, Lockstep, LockstepDist, Mismatch
@@ -441,7 +442,6 @@ def test_the_model_notices_a_rank_that_counts_other_bytes():
 
 
 # A received byte costs a second, and everything else nothing; or a collective, or a pair.
-NOTHING = Rates(*[0.0] * len(fields(Rates)))
 BYTES, COLLECTIVES, PAIRS = (
     replace(NOTHING, **{name: 1.0}) for name in ("byte", "collective", "pair")
 )

@@ -290,8 +290,10 @@ def test_a_thousand_late_exchanges_equal_the_plain_one(make_gather, monkeypatch)
     monkeypatch.setenv(EARLY, "1")
     device, page, rows, context = torch.device("cuda"), 256, 512, 8192
     monkeypatch.setattr(workspace, "_manager", workspace.WorkspaceManager(device))
-    group = SimpleNamespace(rank_in_group=0)
-    monkeypatch.setattr(plan_module, "get_dcp_group", lambda: group)
+    group = SimpleNamespace(rank_in_group=0, cpu_group=None)
+    for module in (plan_module, startup):
+        monkeypatch.setattr(module, "get_dcp_group", lambda: group)
+    monkeypatch.setattr(exchange, "all_gather_facts", lambda facts, group: [facts])
     monkeypatch.setattr(exchange, "communicator_of", lambda group: None)
     monkeypatch.setattr(exchange, "_place", lambda group: (2, 0))
     cycles = [0]

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arithmetic of the time model: counts by brute force, and each rate on its own."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
+from ckv_rates import NOTHING
 
 from vllm.v1.attention.backends.mla.ckv_gather.byte_model import ByteModel
 from vllm.v1.attention.backends.mla.ckv_gather.time_model import (
     Costs,
     Rates,
     TimeModel,
+    at,
     sum_of_floors,
     sum_of_least,
 )
@@ -19,15 +21,20 @@ SIZES = ByteModel(
     dcp_world_size=4, interleave=4, pool_size=4, record_bytes=528, local_heads=16, pool_topk=8,
     a2a=False,
 )  # fmt: skip
-NOTHING = Rates(*[0.0] * len(fields(Rates)))
 LENGTHS, QUERIES = [100, 3000, 7], [20, 500, 7]
 
 
-def costs(rate, lengths=LENGTHS, queries=QUERIES, capacity=10_000, sizes=SIZES, **options):
+ONE, EACH = ((0, 1.0),), ((0, 0.0), (1, 1.0))
+"""Curves: a second however many rows, and a second a row."""
+
+
+def costs(
+    rate, lengths=LENGTHS, queries=QUERIES, capacity=10_000, sizes=SIZES, value=1.0, **options
+):
     spans = plan_spans(
         lengths, queries, capacity=capacity, granule=1024, num_rows=sum(queries)
     )  # fmt: skip
-    rates = replace(NOTHING, **{rate: 1.0})
+    rates = replace(NOTHING, **{rate: value})
     made = TimeModel(sizes, rates).costs(lengths, queries, spans, **options)
     return made.ordinary_seconds, made.gathered_seconds
 
@@ -47,8 +54,8 @@ def test_each_rate_counts_what_it_says():
     assert costs("pair") == (pairs / 4, pairs)
     assert costs("own_heads") == (0, tokens)
     assert costs("all_heads") == (tokens / 4, 0)
-    assert costs("ordinary") == (1, 0) and costs("ordinary_row") == (527, 0)
-    assert costs("gathered") == (0, 1) and costs("gathered_row") == (0, 527)
+    assert costs("ordinary", value=ONE) == (1, 0) and costs("gathered", value=ONE) == (0, 1)
+    assert costs("ordinary", value=EACH) == (527, 0) and costs("gathered", value=EACH) == (0, 527)
     assert costs("token") == (0, 3107)
     assert costs("merged") == costs("merged_row") == (0, 0)
 
@@ -63,7 +70,8 @@ def test_a_small_batch_takes_as_long_as_its_launches():
         made = TimeModel(SIZES, replace(NOTHING, **rates)).costs(LENGTHS, QUERIES, spans)
         return made.ordinary_seconds, made.gathered_seconds
 
-    assert longer(ordinary=2.0, ordinary_host=3.0, gathered=2.0, gathered_host=1.0) == (3, 2)
+    two = ((1, 2.0),)
+    assert longer(ordinary=two, ordinary_host=3.0, gathered=two, gathered_host=1.0) == (3, 2)
 
 
 def test_a2a_takes_a_collective_less():
@@ -74,8 +82,8 @@ def test_windows():
     """Requests of 100, 3,000 and 7 tokens: the second one in windows of 1,024, 1,024 and 952."""
     options = {"capacity": 1024}
     assert costs("collective", **options) == (4, 10)
-    assert costs("gathered", **options) == (0, 5)
-    assert costs("gathered_row", **options) == (0, 527 + 2 * 500)
+    assert costs("gathered", value=ONE, **options) == (0, 5)
+    assert costs("gathered", value=EACH, **options) == (0, 527 + 2 * 500)
     assert costs("merged", **options) == (0, 2)
     assert costs("merged_row", **options) == (0, 1000)
     assert costs("token", **options) == (0, 3107)
@@ -93,8 +101,8 @@ def test_a_shared_selection():
 
 def test_decodes_pay_for_what_the_ordinary_path_costs_however_small():
     assert costs("collective", beside_decodes=True) == (0, 2)
-    assert costs("ordinary", beside_decodes=True) == (0, 0)
-    assert costs("ordinary_row", beside_decodes=True) == (527, 0)
+    assert costs("ordinary", value=ONE, beside_decodes=True) == (0, 0)
+    assert costs("ordinary", value=((16, 2.0), (32, 18.0)), beside_decodes=True) == (511, 0)
 
 
 def shares(lengths=(8000,), queries=(100,), capacity=10_000, **rates):
@@ -134,12 +142,22 @@ def test_slowest():
     one = replace(NOTHING, pair=2.0, token=1.0)
     other = replace(NOTHING, pair=1.0, byte=3.0)
     assert Rates.slowest([one, other]) == replace(NOTHING, pair=2.0, token=1.0, byte=3.0)
+    one = replace(NOTHING, gathered=((16, 1.0), (32, 5.0)))
+    other = replace(NOTHING, gathered=((16, 2.0), (32, 4.0)))
+    assert Rates.slowest([one, other]).gathered == ((16, 2.0), (32, 5.0))
+
+
+def test_rows_lie_between_points():
+    curve = ((16, 2.0), (32, 3.0), (128, 9.0))
+    assert [at(curve, rows) for rows in (0, 16, 24, 32, 80, 128, 160)] == [2, 2, 2.5, 3, 6, 9, 11]
+    assert at((), 5) == 0 and at(((16, 2.0),), 1) == at(((16, 2.0),), 99) == 2
+    assert at(((1, 2.0), (2, 1.0)), 9) == 0
 
 
 def test_break_even_is_the_last_context_that_gains():
     def spans(context):
         return plan_spans([context], [64], capacity=4096, granule=1024, num_rows=64)
 
-    model = TimeModel(SIZES, replace(NOTHING, ordinary=1.0, token=1e-4))
+    model = TimeModel(SIZES, replace(NOTHING, ordinary=ONE, token=1e-4))
     assert model.break_even(64, spans) == 9999
     assert replace(model, rates=NOTHING).break_even(64, spans) == 0

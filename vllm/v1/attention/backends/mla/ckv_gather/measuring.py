@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rates of :mod:`.time_model`, measured on this machine while vLLM profiles memory.
 
-All measurements of the device are differences between two sizes. What a batch costs beside its
-collectives, its scores and its attention is measured as a whole, with batches that see nothing.
+What a batch costs beside its collectives, its scores and its attention is measured as a whole, with
+batches of several sizes that see nothing. The rest are differences between two sizes.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from vllm.v1.attention.backends.mla.ckv_gather.rehearsal import (
     Layer,
     LayerShapes,
 )
-from vllm.v1.attention.backends.mla.ckv_gather.time_model import Rates
+from vllm.v1.attention.backends.mla.ckv_gather.time_model import Curve, Rates, at
 from vllm.v1.attention.backends.mla.sparse_mla_kernels.base import LATENT_DIM
 
-MEASURED_ROWS, MEASURED_TOKENS = 2048, 65_536
-"""Rows and visible tokens of the larger batches, or the largest there are: they fill a GPU, and all
-of it should take well under a second."""
+FEW_ROWS, MANY_ROWS, MANY_TOKENS = 16, 2048, 65_536
+"""Rows and visible tokens of the smaller and larger batches, or the largest there are: the larger
+ones fill a GPU, and all of it should take about a second."""
 
 REPETITIONS = 3
-"""Calls that a measurement is the mean of, on a device, or the shortest of, on a host."""
+"""Calls that a measurement is the mean of. On a host it is made as often, and the least counts."""
 
 SLEEP_CYCLES = 20_000_000
 """Cycles that a device sleeps, about 10 ms, while the host launches what is to be timed. A host
@@ -69,14 +69,14 @@ def device_clock(device: torch.device) -> Clock | None:
         return begin.elapsed_time(end) / 1e3 / REPETITIONS
 
     def on_host(call: Callable[[], object]) -> float:
-        call()
         seconds = []
         for _ in range(REPETITIONS):
-            torch.cuda.synchronize(device)
-            began = time.perf_counter()
             call()
-            seconds.append(time.perf_counter() - began)
-        torch.cuda.synchronize(device)
+            began = time.perf_counter()
+            for _ in range(REPETITIONS):
+                call()
+            seconds.append((time.perf_counter() - began) / REPETITIONS)
+            torch.cuda.synchronize(device)
         return min(seconds)
 
     return Clock(on_device, on_host)
@@ -116,33 +116,33 @@ class _Measurement:
         self.host = clock.host
         self.gather, self.workspace = gather, gather.workspace
         self.sizes = gather.time_model.bytes
-        most = min(largest, MEASURED_ROWS)
-        self.few = KeptBatch(shapes, max(1, most // 128), layer.device)
-        self.many = KeptBatch(shapes, most, layer.device)
-        self.tokens = min(gather.max_visible_tokens, MEASURED_TOKENS)
+        self.largest = largest
+        self.few, self.many = (self.batch(rows) for rows in (FEW_ROWS, MANY_ROWS))
+        self.tokens = min(gather.max_visible_tokens, MANY_TOKENS)
         self.collective = self.byte = 0.0
+
+    def batch(self, rows: int) -> KeptBatch:
+        """One of ``rows`` rows, or of the most there are; inputs are made when it first runs."""
+        return KeptBatch(self.shapes, min(rows, self.largest), self.layer.device)
 
     def rates(self) -> Rates:
         received = self.gather.counters.ckv_bytes
         self.collective, self.byte = self.link()
-        few, many, pool = self.few.num_tokens, self.many.num_tokens, self.gather.pool_size
-        ordinary = line(few, self.ordinary(self.few), many, self.ordinary(self.many))
-        # The smallest context that has a pool.
-        base = self.gathered(self.few, pool)
-        gathered = line(few, base, many, self.gathered(self.many, pool))
-        token = line(pool, base, self.tokens, self.gathered(self.few, self.tokens))[1]
+        pool = self.gather.pool_size
+        ordinary, gathered = self.rows(pool)
+        # The smallest context that has a pool, and the largest.
+        base, more = (self.gathered(self.few, tokens) for tokens in (pool, self.tokens))
+        token = line(pool, base, self.tokens, more)[1]
         own_heads, all_heads = self.attention()
-        merged = self.merging(*gathered, token)
+        merged = self.merging(gathered, token)
         rates = Rates(
             collective=self.collective,
             byte=self.byte,
             pair=self.scoring(),
             own_heads=own_heads,
             all_heads=all_heads,
-            ordinary=ordinary[0],
-            ordinary_row=ordinary[1],
-            gathered=gathered[0],
-            gathered_row=gathered[1],
+            ordinary=ordinary,
+            gathered=gathered,
             token=token,
             merged=merged[0],
             merged_row=merged[1],
@@ -151,6 +151,20 @@ class _Measurement:
         )
         self.gather.counters.ckv_bytes = received
         return rates
+
+    def rows(self, visible: int) -> tuple[Curve, Curve]:
+        """Batches of more and more rows that see nothing, on either path, without collectives.
+
+        visible: tokens of the context that is gathered.
+        """
+        most, numbers = self.largest, {min(MANY_ROWS, self.largest), self.largest}
+        numbers |= {FEW_ROWS * 4**n for n in range(8) if FEW_ROWS * 4**n < most}
+        ordinary, gathered = [], []
+        for number in sorted(numbers):
+            batch = self.batch(number)
+            ordinary.append((number, max(0.0, self.ordinary(batch))))
+            gathered.append((number, max(0.0, self.gathered(batch, visible))))
+        return tuple(ordinary), tuple(gathered)
 
     def records(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Room for gathered records (rows, record_bytes) uint8, and the scratch of attention."""
@@ -208,8 +222,8 @@ class _Measurement:
     ) -> float:
         batch, shapes = self.many, self.shapes
         query = batch.zeros(heads, LATENT_DIM, dtype=torch.bfloat16)
-        ids = torch.arange(shapes.width, dtype=torch.int32, device=query.device)
-        ids = (ids % records.shape[0]).repeat(batch.num_tokens, 1)
+        # From all over, as a selection has them, which caches of the device serve worst.
+        ids = batch.zeros(shapes.width).random_(0, records.shape[0])
 
         def attend(tokens: int) -> float:
             counts = batch.zeros().fill_(tokens)
@@ -245,14 +259,14 @@ class _Measurement:
         rows, part = self.many.num_tokens, -(-most // 4)
         return line(rows * part, seconds_of(part), rows * most, seconds_of(most))[1]
 
-    def merging(self, window: float, row: float, token: float) -> tuple[float, float]:
+    def merging(self, window: Curve, token: float) -> tuple[float, float]:
         """Of a window that is not its span's first, and of a row in it, beside the arguments."""
         size = self.gather.geometry.get().window_granule
         if size > self.tokens:
             return 0.0, 0.0  # no request is longer than what is reserved
 
         def merged(batch: EmptyBatch) -> float:
-            known = 2 * (window + size * token + batch.num_tokens * row)
+            known = 2 * (at(window, batch.num_tokens) + size * token)
             return self.gathered(batch, 2 * size, size) - known
 
         # All rows see both windows.

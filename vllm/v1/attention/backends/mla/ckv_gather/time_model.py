@@ -3,32 +3,34 @@
 
 A device's time on a path is its collectives, its index scoring, its attention, and the rest::
 
-    ordinary = collectives + bytes / speed + launches
-             + rows x row + pairs / N x pair + tokens / N x attention of all ranks' heads
-    gathered = collectives + bytes / speed + windows x launches
-             + seen rows x row + pairs x pair + tokens x attention of this rank's heads
+    ordinary = collectives + bytes / speed + kernels of its rows
+             + pairs / N x pair + tokens / N x attention of all ranks' heads
+    gathered = collectives + bytes / speed + kernels of the rows of each window
+             + pairs x pair + tokens x attention of this rank's heads
              + visible tokens x token
              + further windows x launches + their rows x merge
 
 *Pairs* are those of a row and a pool that it sees, *tokens* those of a row and a token that it
-selects, *seen rows* count a row once for every window that it sees. The ordinary path scores and
-attends to 1/N of them on each rank, with N times the heads; a shared-out selection scores 1/N too.
-Bytes are those of :mod:`.byte_model`. A path takes three or four collectives; a gather two for
-every window, and one for every span whose selection is shared out.
+selects. The rows of a window are those that see it. The ordinary path scores and attends to 1/N of
+pairs and tokens on each rank, with N times the heads; a shared-out selection scores 1/N too. Bytes
+are those of :mod:`.byte_model`. A path takes three or four collectives; a gather two for every
+window, and one for every span whose selection is shared out.
 
 A small batch takes as long as the host takes to launch it, whatever its sizes: the path's time is
 the longer of the two.
 
-Every term is linear in the sizes of a batch, with coefficients (:class:`Rates`) that are measured
-at start or, for ``vllm-ckv plan``, known from elsewhere. Where there are none, bytes decide. What
-both paths have in common, writing records and pools for example, is left out.
+Kernels of rows are interpolated, because they choose other ways for few and for many. Every other
+term is linear in the sizes of a batch. The coefficients (:class:`Rates`) are measured at start or,
+for ``vllm-ckv plan``, known from elsewhere. Where there are none, bytes decide. What both paths
+have in common, writing records and pools for example, is left out.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.attention.backends.mla.ckv_gather.byte_model import (
     ByteModel,
@@ -39,6 +41,19 @@ from vllm.v1.attention.backends.mla.ckv_gather.counters import selection_bytes
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backends.mla.ckv_gather.windows import Span
+
+
+Curve = tuple[tuple[int, float], ...]
+"""Seconds of some numbers of rows, the least first; none: nothing takes time."""
+
+
+def at(curve: Curve, rows: int) -> float:
+    """Seconds of ``rows`` rows: between two points, on beyond the last, no less than the first."""
+    if len(curve) < 2:
+        return curve[0][1] if curve else 0.0
+    right = min(max(bisect_left(curve, (rows,)), 1), len(curve) - 1)
+    (few, seconds), (many, more) = curve[right - 1], curve[right]
+    return max(0.0, seconds + (more - seconds) * (max(rows, few) - few) / (many - few))
 
 
 @dataclass(frozen=True)
@@ -60,14 +75,11 @@ class Rates:
     """A row's attention to one gathered token, heads of this rank."""
     all_heads: float
     """A row's attention to one token of the own cache, heads of all ranks."""
-    ordinary: float
-    """Kernels of the ordinary path, however small."""
-    ordinary_row: float
-    """A row there: choosing and merging candidates, reading queries, combining outputs."""
-    gathered: float
-    """Kernels of one window."""
-    gathered_row: float
-    """A row in one window: choosing pools, row numbers, reading queries, writing outputs."""
+    ordinary: Curve
+    """Rows of the ordinary path: choosing and merging candidates, reading queries, combining
+    outputs."""
+    gathered: Curve
+    """Rows in one window: choosing pools, row numbers, reading queries, writing outputs."""
     token: float
     """A visible token: packing and unpacking its record and key, converting the record."""
     merged: float
@@ -82,7 +94,16 @@ class Rates:
     @classmethod
     def slowest(cls, every: Sequence[Rates]) -> Rates:
         """The largest of each, for ranks that have to decide alike."""
-        return cls(*(max(getattr(r, f.name) for r in every) for f in fields(cls)))
+
+        def most(values: list[Any]) -> Any:
+            if not isinstance(values[0], tuple):
+                return max(values)
+            return tuple(
+                (points[0][0], max(seconds for _, seconds in points))
+                for points in zip(*values, strict=True)
+            )
+
+        return cls(*(most([getattr(rates, f.name) for rates in every]) for f in fields(cls)))
 
 
 @dataclass(frozen=True)
@@ -160,33 +181,35 @@ class TimeModel:
             return Costs(gathered_bytes, ordinary_bytes)
         pairs = self.pairs(lengths, queries)
         tokens = self._selected(lengths, queries)
-        windows = sum(span.num_windows for span in spans)
-        seen = rows + sum(
+        firsts = [span.num_rows for span in spans]
+        others = [
             span.rows.stop - span.rows_from(begin).start
             for span in spans
             for begin in span.bounds[1:-1]
-        )
+        ]
+        windows = len(firsts) + len(others)
         gathered = (
             (2 * windows + len(shared)) * rates.collective
             + gathered_bytes * rates.byte
-            + windows * rates.gathered
-            + seen * rates.gathered_row
+            + sum(at(rates.gathered, seen) for seen in firsts + others)
             + pairs / shares * rates.pair
             + tokens * rates.own_heads
             + sum(lengths) * rates.token
-            + (windows - len(spans)) * rates.merged
-            + (seen - rows) * rates.merged_row
+            + len(others) * rates.merged
+            + sum(others) * rates.merged_row
         )
         world = sizes.dcp_world_size
         ordinary = (
             ordinary_bytes * rates.byte
-            + rows * rates.ordinary_row
+            + at(rates.ordinary, rows)
             + pairs / world * rates.pair
             + tokens / world * rates.all_heads
         )
         gathered = max(gathered, windows * rates.gathered_host)
-        if not beside_decodes:
-            ordinary += sizes.ordinary_collectives * rates.collective + rates.ordinary
+        if beside_decodes:
+            ordinary -= at(rates.ordinary, 0)
+        else:
+            ordinary += sizes.ordinary_collectives * rates.collective
             ordinary = max(ordinary, rates.ordinary_host)
         return Costs(gathered_bytes, ordinary_bytes, gathered, ordinary)
 

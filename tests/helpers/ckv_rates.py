@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rates of the time model to begin a test with."""
+
+from dataclasses import fields
+
+from vllm.v1.attention.backends.mla.ckv_gather.time_model import Rates
+
+CURVES = ("ordinary", "gathered")
+"""Rates that are curves over rows."""
+
+NOTHING = Rates(**{f.name: () if f.name in CURVES else 0.0 for f in fields(Rates)})
+"""Nothing takes time."""
