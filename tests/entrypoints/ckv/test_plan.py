@@ -171,6 +171,19 @@ def test_a_shared_selection_needs_its_bytes_only_where_others_do_not_have_them(s
     assert shared.rows == plain.rows
 
 
+@pytest.mark.parametrize("gpu", ["b200", "h200", "rtx-pro-6000"])
+def test_an_early_exchange_has_memory_of_its_own_and_moves_the_context_alone(sizes, gpu):
+    plain, early = (make(sizes, gpu=gpu, early_exchange=switch) for switch in (False, True))
+    # Four ranks' records and a page of them, beside what lies in the same bytes otherwise.
+    records = (4 * early.capacity_records + early.page_tokens) * 528
+    assert records < early.workspace_bytes <= plain.workspace_bytes + records
+    chunk = plain.rows[0].context_tokens
+    for one, other in zip(plain.rows, early.rows, strict=True):
+        assert one.ckv_bytes - other.ckv_bytes == sizes.attention_layers * 3 * chunk // 4 * 528
+    windows = [make(sizes, max_tokens=9216, early_exchange=switch).rows for switch in (False, True)]
+    assert windows[0][1:] == windows[1][1:] and windows[0][1].windows > 1
+
+
 def test_smaller_records(sizes):
     plan = make(sizes, kv_cache_dtype="nvfp4_ds_mla")
     assert plan.page_tokens == 2304

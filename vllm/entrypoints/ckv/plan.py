@@ -344,6 +344,7 @@ def make_plan(
     max_tokens: int | None = None,
     speculative_tokens: int = 0,
     shard_selection: bool = False,
+    early_exchange: bool = False,
     gpu_assumed: bool = False,
 ) -> Plan:
     """Plan ``sizes`` on ``gpu``; the arguments are vLLM's flags of the same names.
@@ -351,6 +352,8 @@ def make_plan(
     max_tokens: ``VLLM_B12X_MLA_CKV_GATHER_MAX_TOKENS``.
     shard_selection: ``VLLM_B12X_MLA_CKV_SHARD_SELECTION``, which needs memory; bytes on the link
         and times are estimated without it.
+    early_exchange: ``VLLM_B12X_MLA_CKV_EARLY_EXCHANGE``, which needs memory and moves the context's
+        records alone; that they move beside the selection is left out of the times.
 
     Raises:
         UsageError, ValueError: the sizes do not go together; the message has the remedy.
@@ -422,9 +425,16 @@ def make_plan(
             kernels, held = "b12x", ordinary.num_bytes
     topk = sizes.index_topk // sizes.pool_size
     selection = (max_num_batched_tokens, topk) if shard_selection else (0, 0)
-    sized = partial(WorkspacePlan.from_geometry, geometry, limit, max_num_seqs, selection=selection)
+    sized = partial(
+        WorkspacePlan.from_geometry,
+        geometry,
+        limit,
+        max_num_seqs,
+        selection=selection,
+        early_exchange=early_exchange,
+    )
     bare = sized().num_bytes
-    workspace = max(sized(gathered).num_bytes, ordinary.num_bytes)
+    workspace = sized(gathered).num_bytes_beside(ordinary)
     staging = device_bytes(max_num_seqs, dcp, max_index_pages(limit, sizes.pool_size))
     block = block_bytes(sizes, page, record)
     reserved = workspace + staging
@@ -457,7 +467,8 @@ def make_plan(
 
     def row(context: int) -> ContextRow:
         cut = spans(context)
-        costs = times.costs([context], [chunk], cut)
+        alone = early_exchange and len(cut) == 1 and cut[0].num_windows == 1
+        costs = times.costs([context], [chunk], cut, own=[chunk] if alone else [])
         assert costs.gathered_seconds is not None and costs.ordinary_seconds is not None
         return ContextRow(
             context_tokens=context,
@@ -645,6 +656,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="reserve for VLLM_B12X_MLA_CKV_SHARD_SELECTION=1; estimates leave it out",
     )
+    parser.add_argument(
+        "--early-exchange",
+        action="store_true",
+        help="plan for VLLM_B12X_MLA_CKV_EARLY_EXCHANGE=1: its memory and bytes, not its overlap",
+    )
     parser.add_argument("--kv-cache-dtype", choices=RECORDS, default=FP8_DS_MLA.name)
     parser.add_argument("--block-size", type=int, help="default: vLLM's choice")
     parser.add_argument("--dcp-comm-backend", choices=("ag_rs", "a2a"), default="ag_rs")
@@ -688,6 +704,7 @@ def run(arguments: argparse.Namespace) -> int:
             max_tokens=arguments.max_tokens,
             speculative_tokens=arguments.num_speculative_tokens,
             shard_selection=arguments.shard_selection,
+            early_exchange=arguments.early_exchange,
         )
         if arguments.plot is not None:
             draw(plan, arguments.plot)

@@ -72,6 +72,14 @@ def test_a_shared_selection_adds_the_ids_of_the_other_shares():
     assert model().gathered([65_536], [4097, 2]) - plain == 3 * (1025 + 1) * 512 * 4
 
 
+def test_records_that_every_rank_writes_are_not_received():
+    keys = 3 * 65_536 // 16 * 132
+    assert model().gathered([65_536], own=[65_536]) == keys
+    assert model().gathered([65_536], own=[4096]) - keys == 3 * (65_536 - 4096) // 4 * 528
+    # What is left of each request is padded on its own.
+    assert model().gathered([3, 9], own=[1, 8]) == 3 * ((2 + 1) * 528 + 1 * 132)
+
+
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_windows_receive_the_same_bytes(world):
     """Spans of whole requests, and windows of a context of 2,304 tokens on every rank."""

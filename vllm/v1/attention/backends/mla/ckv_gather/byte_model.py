@@ -8,7 +8,7 @@ equal on all ranks of a DCP group: configuration, and the batch's global lengths
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from vllm.v1.attention.backends.mla.ckv_gather.counters import (
@@ -91,20 +91,23 @@ class ByteModel:
     pool_topk: int
     a2a: bool
 
-    def gathered(self, lengths: Iterable[int], sharded_rows: Iterable[int] = ()) -> int:
+    def gathered(
+        self, lengths: Sequence[int], sharded_rows: Iterable[int] = (), own: Sequence[int] = ()
+    ) -> int:
         """Bytes received when all records and index keys of a batch are gathered.
 
         In one window or in several: rank 0 stores as many records as any other rank of every
         request and of every window of its context, so what is padded for one adds up.
 
         lengths: visible tokens of each request. sharded_rows: rows of each span, if its selection
-            is shared out over the ranks.
+            is shared out over the ranks. own: the last tokens of each request whose records every
+            rank writes by itself; empty: none.
         """
         # No rank stores more of a request than rank 0, so its span is the padded one.
         rank = {"rank": 0, "dcp_world_size": self.dcp_world_size}
         records = pools = 0
-        for length in lengths:
-            records += local_length(length, interleave=self.interleave, **rank)
+        for length, written in zip(lengths, own or [0] * len(lengths), strict=True):
+            records += local_length(length - written, interleave=self.interleave, **rank)
             pools += local_length(
                 length // self.pool_size, interleave=self.interleave // self.pool_size, **rank
             )
@@ -133,7 +136,7 @@ class ByteModel:
         """
         return 3 if self.a2a else 4
 
-    def gains(self, query_tokens: int, lengths: Iterable[int]) -> bool:
+    def gains(self, query_tokens: int, lengths: Sequence[int]) -> bool:
         """Whether a gather moves fewer bytes than the ordinary path."""
         return self.gathered(lengths) < self.ordinary(query_tokens)
 

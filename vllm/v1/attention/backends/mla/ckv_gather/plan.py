@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -434,11 +433,7 @@ class CkvGather:
             "%.1f MiB/GPU (limit %s visible tokens), kernels %s",
             geometry.page_size,
             f"{capacity:,}",
-            max(
-                self.workspace.num_bytes,
-                self.ordinary_scratch.num_bytes + prod(self.workspace.kept),
-            )
-            / 2**20,
+            self.workspace.num_bytes_beside(self.ordinary_scratch) / 2**20,
             f"{self.max_visible_tokens:,}",
             provider,
         )
@@ -514,7 +509,9 @@ class CkvGather:
                 shares = self.time_model.selection_shares(*batch)
             if self.time_model is not None and self.limits.gains_only:
                 beside_decodes = num_decode_tokens > 0
-                costs = self.time_model.costs(*batch, shares=shares, beside_decodes=beside_decodes)
+                costs = self.time_model.costs(
+                    *batch, shares=shares, own=own_lens, beside_decodes=beside_decodes
+                )
                 facts = replace(facts, costs=costs)
                 decision = decide(facts, self.limits)
         num_windows = sum(span.num_windows for span in spans)

@@ -162,6 +162,7 @@ class TimeModel:
         spans: Sequence[Span],
         *,
         shares: int = 1,
+        own: Sequence[int] = (),
         beside_decodes: bool = False,
     ) -> Costs:
         """Both paths of one batch.
@@ -169,13 +170,14 @@ class TimeModel:
         lengths, queries: visible tokens and query tokens of each prompt; padding is left out.
         spans: in which it would be gathered, see :func:`.windows.plan_spans`.
         shares: N if its selection is shared out over the ranks, else 1.
+        own: see :meth:`.ByteModel.gathered`; that their exchange overlaps a selection is left out.
         beside_decodes: it holds decodes as well. They take the ordinary path in any case, so what
             that costs however small is theirs.
         """
         sizes, rates = self.bytes, self.rates
         rows = sum(queries)
         shared = [span.num_rows for span in spans if shares > 1]
-        gathered_bytes = sizes.gathered(lengths, shared)
+        gathered_bytes = sizes.gathered(lengths, shared, own)
         ordinary_bytes = sizes.ordinary(rows)
         if rates is None:
             return Costs(gathered_bytes, ordinary_bytes)

@@ -194,6 +194,10 @@ class WorkspacePlan:
         scratch = max(_num_bytes(self.latent_requests), _num_bytes(self.index_requests))
         return scratch + prod(self.kept)
 
+    def num_bytes_beside(self, ordinary: KernelScratch) -> int:
+        """The same beside the scratch of ordinary batches, in whose bytes all but the kept lie."""
+        return max(self.num_bytes, ordinary.num_bytes + prod(self.kept))
+
     def reserve(self) -> torch.device:
         """Allocate :attr:`num_bytes` of workspace (profiling run) and return where they lie."""
         _reserve(self.latent_requests, self.index_requests)
