@@ -144,6 +144,7 @@ def main() -> int:
                     "samples": len(steps),
                     "step_ms": round(median * 1e3, 3),
                     "best_step_ms": round(min(steps) * 1e3, 3),
+                    "quartiles_ms": [round(q * 1e3, 3) for q in statistics.quantiles(steps, n=4)],
                     "tok_s": round(arguments.requests / median, 1),
                     "prefill_seconds": round(result["prefill_seconds"], 1),
                 }
@@ -159,7 +160,8 @@ def main() -> int:
                 }
             print(
                 f"{job.name}: {row['requests']} requests of {row['context']:,} tokens: "
-                f"{row['step_ms']:.2f} ms a step (best {row['best_step_ms']:.2f}), "
+                f"{row['step_ms']:.2f} ms a step (best {row['best_step_ms']:.2f}, quartiles "
+                f"{row['quartiles_ms'][0]:.2f} and {row['quartiles_ms'][2]:.2f}), "
                 f"{row['tok_s']:,.0f} tok/s"
                 + (f"; beside them {row['beside_tok_s']:,.0f} tok/s" if arguments.beside else ""),
                 flush=True,

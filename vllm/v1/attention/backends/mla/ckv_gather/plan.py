@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import vllm.envs as envs
 from vllm.distributed import get_dcp_group
@@ -474,19 +475,25 @@ class CkvGather:
         is_draft_layer: the layers belong to a draft (MTP) model.
         count: add the batch to the counters, see :meth:`counts_for`.
         """
-        query_lens = torch.diff(common.query_start_loc_cpu)
+        # In numpy, because every step of decode passes here too.
+        starts, lengths, prefilling = (
+            None if numbers is None else numbers.numpy()
+            for numbers in (
+                common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound, common.is_prefilling
+            )
+        )  # fmt: skip
+        assert starts is not None
+        query_lens = np.diff(starts)
         # Rows without query tokens are padding.
-        num_requests = int((query_lens > 0).sum())
+        num_requests = int(np.count_nonzero(query_lens))
         # vLLM sorts decodes before prompts.
-        ends = common.query_start_loc_cpu[1 : num_requests + 1]
-        num_decodes = int((ends <= num_decode_tokens).sum()) if num_decode_tokens else 0
+        ends = starts[1 : num_requests + 1]
+        num_decodes = int(np.count_nonzero(ends <= num_decode_tokens)) if num_decode_tokens else 0
         prompts = slice(num_decodes, num_requests)
-        lengths = common.seq_lens_cpu_upper_bound
-        prefilling = common.is_prefilling
         facts = BatchFacts(
             num_requests=num_requests - num_decodes,
-            num_prefilling=0 if prefilling is None else int(prefilling[prompts].sum()),
-            num_query_tokens=int(query_lens.sum()),
+            num_prefilling=0 if prefilling is None else int(np.count_nonzero(prefilling[prompts])),
+            num_query_tokens=int(starts[-1]),
             num_decode_tokens=num_decode_tokens,
             visible_tokens=0 if lengths is None else int(lengths[prompts].sum()),
             is_draft_layer=is_draft_layer,
