@@ -127,7 +127,8 @@ def decide(facts: BatchFacts, limits: Limits) -> Decision:
     if facts.num_decode_tokens and not limits.mixed:
         return refuse(
             Reason.DECODE_TOKENS,
-            f"{facts.num_decode_tokens} of {facts.num_query_tokens} tokens are decodes",
+            f"{facts.num_decode_tokens} of {facts.num_query_tokens} tokens are decodes; "
+            "VLLM_B12X_MLA_CKV_GATHER_MIXED=1 would let the others gather",
         )
     if facts.num_prefilling != facts.num_requests:
         return refuse(
