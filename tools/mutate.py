@@ -45,6 +45,8 @@ EQUIVALENT: dict[str, str] = {
         "the stand-in of an id that is not valid: any position that exists will do, because the "
         "row computed from it is replaced by -1"
     ),
+    "remap.gathered_rows: context_lens is not None and own_starts is not None -> "
+    "context_lens is not None or own_starts is not None": "both are given or neither",
     "windows.merge_candidates: 1 -> 2": (
         "-1 becomes -2: to the merge all negative ids are no candidate"
     ),

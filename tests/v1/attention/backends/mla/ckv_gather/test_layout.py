@@ -12,6 +12,7 @@ from vllm.v1.attention.backends.mla.ckv_gather.layout import (
     StagedLayout,
     plan_index_pages,
     plan_layout,
+    plan_own_rows,
 )
 
 
@@ -138,3 +139,13 @@ def test_shares_are_consecutive_and_cover_every_row_once(num_rows, world):
 
 def test_without_shares_every_rank_takes_all_rows():
     assert [RowShares(5, 1).rows_of(rank) for rank in range(4)] == [slice(0, 5)] * 4
+
+
+def test_own_rows_follow_the_spans_request_after_request():
+    """Contexts of 9, 0 and 17 tokens on two ranks; 5, 3 and 1 tokens behind them."""
+    tokens = plan_layout(torch.tensor([9, 0, 17]), dcp_world_size=2, interleave=4)
+    assert tokens.padded == 5 + 9
+    starts = plan_own_rows(tokens, torch.tensor([5, 3, 1]))
+    rows = [int(starts[r]) + t for r, begin, own in ((0, 9, 5), (1, 0, 3), (2, 17, 1))
+            for t in range(begin, begin + own)]  # fmt: skip
+    assert rows == list(range(28, 28 + 9))
