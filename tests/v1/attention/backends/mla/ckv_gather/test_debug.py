@@ -99,6 +99,24 @@ def test_a_slot_beyond_the_cache_is_named(bank, which, what, gathers):
         play(bank, spoil_metadata(which, "slot_mapping", 2**40), gathers)
 
 
+def test_a_row_beyond_the_cache_is_named(bank):
+    """No kernel checks that bound: the ordinary path trusts vLLM's block table."""
+    with pytest.raises(ValueError, match=r"cache rows: \d+ at \(\d+, 0\), there are \d+"):
+        play(bank, spoil_metadata(LAYER, "block_table", 2**20), gathers=False)
+
+
+def test_a_row_beyond_what_was_gathered_is_named(bank, monkeypatch):
+    def remap(self, *args, **kwargs):
+        rows = stock(self, *args, **kwargs)
+        rows[3, 0] = 2**30
+        return rows
+
+    stock = TorchReferenceKernels.remap
+    monkeypatch.setattr(TorchReferenceKernels, "remap", remap)
+    with pytest.raises(ValueError, match=rf"gathered rows: {2**30} at \(3, 0\), there are \d+"):
+        play(bank, lambda rank: None)
+
+
 def test_slots_may_reach_the_last_one():
     index_cache, tail_cache = torch.zeros(3, 64, 132), torch.zeros(5, 2, 4, 128)
     debug.check_pool_slots(torch.tensor([-1, 3 * 64 - 1]), index_cache)

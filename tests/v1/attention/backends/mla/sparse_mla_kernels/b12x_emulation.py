@@ -10,6 +10,7 @@ import importlib
 import math
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import torch
 
@@ -201,12 +202,14 @@ def check_writer(latents, cache, slots):
 class Emulation:
     """Stands in for the modules that a provider calls.
 
-    log: launches of serving. prepared: names of the prepared requests, in order.
+    log: launches of serving. prepared: names of the prepared requests, in order. session: stands
+    for the package's session, takes the calls that it takes, and keeps a list of them.
     """
 
     def __init__(self):
         self.log = []
         self.prepared = []
+        self.session = None
         self.mla = SimpleNamespace(
             bind=self._bind_attention,
             run=self._run_attention,
@@ -227,7 +230,10 @@ class Emulation:
     def _session(self, *, device, autotune, compile_workers):
         # Anything else would need a benchmark, or child processes.
         assert (autotune, compile_workers) == (False, 0)
-        return SimpleNamespace(prepare=self._prepare, device=device)
+        preparation = importlib.import_module("b12x.preparation.session")
+        self.session = create_autospec(preparation.PreparationSession, instance=True)
+        self.session.prepare.side_effect = lambda requests: self._prepare(requests)
+        return self.session
 
     def _prepare(self, requests):
         for request in requests:

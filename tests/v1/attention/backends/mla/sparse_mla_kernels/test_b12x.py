@@ -6,13 +6,16 @@ not, they need compute capability 12.x. They are compiled for it (slowly, in a p
 own), and a torch emulation that promises no more than the package stands in for them.
 """
 
+import contextlib
 import csv
+import gc
 import importlib
 import importlib.util
 import math
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -418,17 +421,6 @@ def test_a_cache_that_is_bound_is_checked_like_one_that_is_read(started):
     assert not fake.log
 
 
-def test_rows_past_the_last_record_are_found_when_asked_for(started, monkeypatch):
-    kernels, _ = started
-    arguments = attend_arguments(records=100)
-    arguments["row_ids"][1, 5], arguments["counts"][1] = 100, 6
-    monkeypatch.setattr(kernels, "check_rows", True)
-    with pytest.raises(IndexError, match="query row 1 reads record 100 of 100"):
-        kernels.attend(**arguments)
-    arguments["counts"][1] = 5
-    kernels.attend(**arguments)
-
-
 # Results, on the emulation
 
 
@@ -479,10 +471,6 @@ def test_the_lists_of_the_real_engine_are_wider_than_a_selection(monkeypatch):
         torch.testing.assert_close(lse, want[1], rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match=r"2051.*2176"):
         kernels.attend(q, records, ids[:, :2051].contiguous(), counts, SCALE)
-    kernels.check_rows = True
-    ids[2, 2051], counts[2] = 3, 2052
-    with pytest.raises(IndexError, match="past column 2051"):
-        kernels.attend(q, records, ids, counts, SCALE)
 
 
 def scratch_of(shapes):
@@ -693,6 +681,56 @@ def test_every_plan_is_prepared_once_in_the_warm_up_and_nothing_later(started):
     assert (fake.prepared, kernels.plans) == (prepared, plans)
     with pytest.raises(RuntimeError, match="cannot become"):
         kernels.warm_up(CPU, pool_size=4, dcp_world_size=4, interleave=4, **GLM | {"page_size": 64})
+
+
+OPERATIONS = {
+    "attend": lambda rows: attend_arguments(rows) | {"counts": torch.ones(rows).int()},
+    "select_pools": lambda rows: select_arguments(rows),
+    "write_records": lambda rows: write_arguments(rows),
+}
+"""What launches on b12x, with arguments for a number of rows."""
+
+
+def test_nothing_but_preparing_is_asked_of_the_packages_session(monkeypatch):
+    """To freeze or to capture stops whatever compiles in this process, stock vLLM's kernels too."""
+    runtime = importlib.import_module("b12x._lib.runtime_control")
+    guards = []
+
+    def guard(reason=None):
+        guards.append(reason)
+        return contextlib.nullcontext()
+
+    for module in (runtime, importlib.import_module("b12x.preparation.session")):
+        monkeypatch.setattr(module, "kernel_resolution_guard", guard)
+    fake = emulation.Emulation()
+    kernels = provider.B12xKernels(ref.TorchReferenceKernels())
+    monkeypatch.setattr(provider, "DECODE_ROWS", (1, 4))
+    fake.attach(kernels, monkeypatch).warm_up(
+        CPU, pool_size=4, dcp_world_size=4, interleave=4, **GLM | {"head_counts": (16,)}
+    )
+    for name, arguments in OPERATIONS.items():
+        for rows in (3, 300):
+            getattr(kernels, name)(**arguments(rows))
+    assert {launch.kind for launch in fake.log} == {"decode", "extend", "select", "write"}
+    # Two sizes and the plan for many rows, three selections, two writers.
+    assert [name for name, *_ in fake.session.method_calls] == ["prepare"] * (3 + 3 + 2)
+    assert not guards and not runtime.kernel_resolution_frozen()
+
+
+@pytest.mark.parametrize("rows", [3, 300])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_call_keeps_none_of_its_operands(started, operation, rows):
+    """Kept bindings would keep a step's activations, which nobody has reserved memory for."""
+    kernels, fake = started
+    arguments = OPERATIONS[operation](rows)
+    results = getattr(kernels, operation)(**arguments) or ()
+    tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
+    alive = [weakref.ref(tensor) for tensor in (*tensors, *results)]
+    assert len(alive) >= 3 and fake.log
+    fake.log.clear()
+    del arguments, tensors, results
+    gc.collect()
+    assert not any(tensor() is not None for tensor in alive)
 
 
 def record_only(fake, monkeypatch):

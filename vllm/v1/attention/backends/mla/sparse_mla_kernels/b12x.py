@@ -2,9 +2,16 @@
 """Sparse MLA operations on b12x's own kernels, for compute capability 12.0 and 12.1.
 
 b12x 1.5 gives the record writer, pool selection and attention; what it lacks (packing, unpacking,
-pools of packed prompts, merging, row ids) comes from the Triton provider. Every b12x operation is
-planned, prepared, bound and run; all plans of a process are made by :func:`declare` from one
-:class:`Sizes` and prepared by :meth:`B12xKernels.warm_up`. All layers share them.
+pools of packed prompts, merging, rows under DCP) comes from the Triton provider. So do the rows of
+a cache without DCP, though b12x has an operation from pools to these: tokens, not rows, are what
+vLLM hands from an indexer to the layers that follow it, and b12x compiles in the page stride,
+which is not known at the warm-up. That operation is an oracle in the tests.
+
+Every b12x operation is planned, prepared, bound and run; all plans of a process are made by
+:func:`declare` from one :class:`Sizes` and prepared by :meth:`B12xKernels.warm_up`. All layers
+share them. b12x's session is never told to freeze or to capture: both would hold for the whole
+process, and stop what vLLM itself compiles with b12x on first use. A plan that is not prepared
+raises here instead.
 
 Three choices keep the number of programs small and independent of the cache that vLLM allocates
 after the warm-up:
@@ -23,6 +30,12 @@ reserved for the largest plan before the KV cache is sized, and shared with vLLM
 workspace may move until it is locked. That does no harm: what b12x prepares holds programs and no
 addresses, and every call binds anew to the scratch that it is given. Results of b12x lie in it and
 are copied out, so nothing in it outlives a call.
+
+Bindings are not kept. That of a selection writes into the scratch, which others overwrite between
+two calls. That of attention holds its operands: one that is kept keeps a step's activations alive,
+which nobody reserved, and since their memory is then never given out again, no later call would
+find its own addresses among the kept ones. Binding is work of the host, some tens of microseconds
+an operation (``benchmarks/b12x_bind.py``), and none where a CUDA graph is replayed.
 """
 
 import importlib
@@ -61,7 +74,9 @@ MAX_PAGES = 8192
 DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Row limits of the attention plans that split columns: decode, and most CUDA-graph sizes.
 
-vLLM captures up to 512 rows; those above 256 take the plan for many rows in one piece.
+vLLM captures 51 sizes up to 512 by its own choice, and users name others. A plan also serves fewer
+rows than its limit, so powers of two cover them all, and eager batches of any size, with nine plans
+for a head count. Above 256 rows the plan for many rows takes over, in one piece up to 512 rows.
 """
 SELECT_ROWS = (8, 64, 512)
 """Row limits of the selection plans."""
@@ -545,12 +560,9 @@ class B12xKernels:
 
     Args:
         shared: the provider of what b12x lacks; left out, the Triton provider.
-        check_rows: read row ids on the host and refuse those past the last record. b12x does not
-            check that bound. Waits for the device; for debugging, not under CUDA graphs.
     """
 
-    def __init__(self, shared: SparseMLAKernels | None = None, *, check_rows: bool = False) -> None:
-        self.check_rows = check_rows
+    def __init__(self, shared: SparseMLAKernels | None = None) -> None:
         self.passes_on = False
         """Whether ``shared`` serves everything."""
         self.sizes: Sizes | None = None
@@ -939,7 +951,8 @@ class B12xKernels:
         """See :meth:`SparseMLAKernels.attend`. Records are contiguous.
 
         A list may be wider than a selection can fill, but only as many columns as a selection
-        fills are read: ``topk * pool_size + pool_size - 1``.
+        fills are read: ``topk * pool_size + pool_size - 1``. That a row id names a record is not
+        checked, by b12x neither; callers do under ``VLLM_CKV_DEBUG``.
 
         Raises:
             RuntimeError: nothing was prepared for the number of heads.
@@ -985,8 +998,6 @@ class B12xKernels:
         q = q.contiguous()
         _check_aligned("q", q, 16)
         lengths = torch.empty(rows, dtype=torch.int32, device=q.device)
-        if self.check_rows:
-            self._check_rows(row_ids, counts, sizes.width, records.shape[0])
         bytes_, *ids = _fitting(scratch, self._attention_scratch[heads], q.device)
         row_plan = plans.attention(rows, heads)
         plan = self._prepared(row_plan.plan, f"attention of {rows} rows and {heads} heads")
@@ -1010,17 +1021,6 @@ class B12xKernels:
             else:
                 torch.mul(part_lse, _LN2, out=lse[part])
         return out, lse
-
-    @staticmethod
-    def _check_rows(row_ids: torch.Tensor, counts: torch.Tensor, width: int, records: int) -> None:
-        column = torch.arange(row_ids.shape[1], device=row_ids.device)
-        read = torch.where(column < counts.unsqueeze(1), row_ids, -1)
-        largest = int(read.max())
-        if largest >= records:
-            row = int((read == largest).any(dim=1).nonzero()[0])
-            raise IndexError(f"query row {row} reads record {largest} of {records}")
-        if bool((read[:, width:] >= 0).any()):
-            raise IndexError(f"a query row reads past column {width}, where its list ends")
 
 
 def _fitting(
