@@ -817,6 +817,60 @@ def test_every_cuda_graph_is_one_launch_in_the_same_scratch(
             assert places == {scratch[0].data_ptr()}
 
 
+@pytest.mark.parametrize("heads", [16, 64])
+def test_a_graph_of_a_whole_chunk_is_the_same_pieces_each_time(started, monkeypatch, heads):
+    """Users may name sizes beyond vLLM's own; a piece more is a launch more in the graph."""
+    kernels, fake = started
+    record_only(fake, monkeypatch)
+    scratch = scratch_of(attention_shapes(kernels, heads))
+    arguments = attend_arguments(rows=4096, heads=heads) | {"scratch": scratch}
+    runs = []
+    for _capture_and_replay in range(2):
+        fake.log.clear()
+        kernels.attend(**arguments)
+        runs.append([(id(x.plan), x.rows, x.tensors["scratch"].data_ptr()) for x in fake.log])
+    assert runs[0] == runs[1]
+    assert sum(rows for _, rows, _ in runs[0]) == 4096
+    assert {place for *_, place in runs[0]} == {scratch[0].data_ptr()}
+
+
+@pytest.mark.parametrize("columns", [4, 2048, provider.MAX_PAGES])
+def test_every_cuda_graph_selects_on_the_same_plans_in_the_same_scratch(
+    started, monkeypatch, columns
+):
+    kernels, fake = started
+
+    def run(self, runtime, *, output_scores, **tensors):
+        output_scores.zero_()
+        tensors = {"scratch": self.scratch, "table": runtime.real_page_table}
+        rows = tensors["table"].shape[0]
+        assert rows <= self.query.max_q_rows
+        fake.log.append(emulation.Launch("select", rows, self.plan, tensors))
+
+    monkeypatch.setattr(emulation._Selection, "run", run)
+    monkeypatch.setattr(provider, "_launch_row_tables", lambda *args: None)
+    monkeypatch.setattr(provider, "_launch_order", lambda *args: None)
+    scratch = scratch_of(kernels.selection_scratch_shapes())
+    for rows in (*cuda_graph_sizes(monkeypatch, 1024, 2), 4096):
+        arguments = select_arguments(rows=rows, columns=columns) | {"scratch": scratch}
+        runs = []
+        for _capture_and_replay in range(2):
+            fake.log.clear()
+            kernels.select_pools(**arguments)
+            runs.append(
+                [
+                    (id(x.plan), x.rows, *(t.data_ptr() for t in x.tensors.values()))
+                    for x in fake.log
+                ]
+            )
+        assert runs[0] == runs[1]
+        assert sum(count for _, count, *_ in runs[0]) == rows
+        if rows <= provider.SELECT_ROWS[-1] and columns <= 4096:
+            assert len(runs[0]) == 1
+        places = {run[2:] for run in runs[0]}
+        assert places == {(scratch[0].data_ptr(), scratch[1].data_ptr())}
+
+
 @pytest.mark.parametrize(
     ("rows", "heads", "expected"),
     [
@@ -881,6 +935,41 @@ def test_the_doctors_self_test_runs_on_b12x(monkeypatch):
     assert not run_self_test(kernels).failures
     assert not kernels.passes_on
     assert {launch.kind for launch in fake.log} == {"write", "select", "decode"}
+
+
+# The tests for a GPU of compute capability 12.x
+
+
+@pytest.fixture(params=[528, 304], ids=["fp8", "nvfp4"])
+def gpu_tests(request):
+    """Their module, as if there were such a GPU, and a provider that they are passed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "get_device_capability", lambda: (12, 0))
+        module = load("b12x_sm120_on_cpu", HERE / "test_b12x_sm120.py")
+        patch.undo()
+        patch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
+        patch.setattr(module, "CUDA", CPU)
+        patch.setattr(provider, "DECODE_ROWS", (1, 8))
+        kernels = provider.B12xKernels(ref.TorchReferenceKernels())
+        sizes = module.SIZES | {"record_bytes": request.param}
+        emulation.Emulation().attach(kernels, patch).warm_up(CPU, **sizes)
+        yield module, kernels
+
+
+def test_the_gpu_tests_pass_on_the_emulation(gpu_tests):
+    """What they pass is what the provider takes, and what they expect is what a GPU should give.
+
+    All but the one that captures a graph. Nobody may come by such a GPU twice.
+    """
+    module, kernels = gpu_tests
+    module.test_records_are_the_references_give_or_take_a_step(kernels, None)
+    module.test_rows_beyond_two_to_the_31_bytes(kernels, None)
+    for rows in (3, 257):
+        module.test_attention(kernels, None, 16, rows)
+    (gaps,) = [mark.args[1] for mark in module.test_selection.pytestmark if mark.args[0] == "gap"]
+    for gap in gaps:
+        module.test_selection(kernels, None, gap, 8)
 
 
 # Native compilation

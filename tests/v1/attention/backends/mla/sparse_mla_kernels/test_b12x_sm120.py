@@ -128,7 +128,7 @@ def test_rows_beyond_two_to_the_31_bytes(kernels, frozen):
         assert float(torch.cosine_similarity(got, want[0].float(), dim=-1).min()) > 0.99
 
 
-@pytest.mark.parametrize("gap", [0, 528 * 5])
+@pytest.mark.parametrize("gap", [0, 8448 * 5])
 @pytest.mark.parametrize("rows", [1, 8, 70, 1100])
 def test_selection(kernels, frozen, gap, rows):
     requests, columns = 3, 300
