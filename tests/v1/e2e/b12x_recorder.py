@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from b12x._lib.runtime_control import kernel_resolution_guard
+from b12x._lib.runtime_control import kernel_resolution_frozen, kernel_resolution_guard
 from b12x.attention import dsa_indexer, sparse_mla
 from b12x_emulation import Emulation
 from vllm.v1.worker.workspace import current_workspace_manager
@@ -96,6 +96,7 @@ class Recorder:
             self.patches.setattr(module, "plan", self.planning(module.plan))
         emulation.mla.plan_cache_writer = self.planning(emulation.mla.plan_cache_writer)
         self.prepare, emulation._prepare = emulation._prepare, self.preparing
+        self.patches.setattr(CkvReferenceWorker, "initialize_from_config", self.caches())
         self.patches.setattr(CkvReferenceWorker, "compile_or_warm_up_model", self.last_of_start())
 
     def with_more_heads(self, warm_up):
@@ -151,6 +152,15 @@ class Recorder:
             self.write("prepare", name=request.name)
         self.phase = before
 
+    def caches(self):
+        stock = CkvReferenceWorker.initialize_from_config
+
+        def initialize_from_config(worker, *args):
+            self.write("caches")
+            return stock(worker, *args)
+
+        return initialize_from_config
+
     def last_of_start(self):
         stock = CkvReferenceWorker.compile_or_warm_up_model
 
@@ -160,6 +170,8 @@ class Recorder:
             with torch.inference_mode():
                 self.probe(worker.vllm_config.scheduler_config.max_num_batched_tokens)
             self.write("held", places=self.held(worker))
+            session = [name for name, *_ in self.emulation.session.method_calls]
+            self.write("session", calls=session, frozen=kernel_resolution_frozen())
             self.phase = "serve"
             # Never left: the package refuses to compile from here on.
             self.guard = kernel_resolution_guard("serving")

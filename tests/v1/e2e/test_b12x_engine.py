@@ -173,6 +173,15 @@ def test_every_plan_is_made_and_prepared_once_before_the_first_batch(recorded, r
     kinds = [e["event"] for e in record]
     first = next(i for i, e in enumerate(record) if e["event"] == "launch")
     assert "prepare" in kinds[:first] and "prepare" not in kinds[first:]
+    # Nothing later than the profiling run, which on a GPU a trial capture follows, then the caches.
+    assert "prepare" not in kinds[kinds.index("caches") :]
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_the_packages_session_is_left_open(recorded, rank):
+    """Frozen, it would stop what stock vLLM compiles on first use."""
+    (event,) = events(recorded[2][rank], "session")
+    assert set(event["calls"]) == {"prepare"} and not event["frozen"]
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
