@@ -1014,8 +1014,8 @@ def test_the_table_of_compiled_programs_is_complete():
         for heads in (8, 16, 32, 64):
             limit = provider.extend_rows(heads)
             assert f"extend/{heads} heads/{limit} rows, {record}" in attention
-            for rows in provider.DECODE_ROWS:
-                assert f"decode/{heads} heads/{rows} rows, {record}" in attention
+            for few in provider.DECODE_ROWS:
+                assert f"decode/{heads} heads/{few} rows, {record}" in attention
     for page in (64, 1280, 2304, 4352, 8704):
         for record in (528, 304):
             assert f"page {page}, int64 slots, {record} bytes" in pages
