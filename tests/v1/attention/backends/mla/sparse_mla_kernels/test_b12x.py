@@ -817,6 +817,45 @@ def test_every_cuda_graph_is_one_launch_in_the_same_scratch(
             assert places == {scratch[0].data_ptr()}
 
 
+@pytest.mark.parametrize(
+    ("multiprocessors", "heads", "mean", "most"),
+    [
+        (188, 64, 1.0, 1.3),
+        (170, 64, 1.0, 1.6),
+        (48, 64, 1.0, 1.3),
+        (188, 16, 1.2, 1.8),
+        (170, 16, 1.3, 2.2),
+        (48, 16, 1.1, 1.4),
+    ],
+)
+def test_what_plans_for_powers_of_two_cost_by_the_packages_own_rule(
+    monkeypatch, multiprocessors, heads, mean, most
+):
+    """Columns that a multiprocessor reads one after the other, in chunks of 64.
+
+    Against a plan for each size that vLLM captures. RTX PRO 6000, RTX 5090, DGX Spark; 64 heads are
+    all those of GLM-5.3-Flash, which decode has under DCP. A count, not a time: it decides into how
+    many parts b12x splits, and the rows of a plan's limit do too.
+    """
+    kernel = importlib.import_module("b12x.attention._shared.mla.kernel")
+
+    def chunks(rows, limit):
+        blocks = -(-heads // 16)
+        _, parts, chunks = kernel.plan_unified_decode_splits(
+            topk=2051,
+            max_chunks=provider.split_parts(heads, limit, 2051),
+            num_tokens=limit,
+            h_blocks=blocks,
+            sm_count=multiprocessors,
+        )
+        return -(-rows * blocks * parts // multiprocessors) * chunks
+
+    sizes = [n for n in cuda_graph_sizes(monkeypatch, 256, 1) if n <= provider.DECODE_ROWS[-1]]
+    limits = [next(limit for limit in provider.DECODE_ROWS if n <= limit) for n in sizes]
+    costs = [chunks(n, limit) / chunks(n, n) for n, limit in zip(sizes, limits, strict=True)]
+    assert len(costs) > 30 and sum(costs) / len(costs) <= mean and max(costs) <= most
+
+
 @pytest.mark.parametrize("heads", [16, 64])
 def test_a_graph_of_a_whole_chunk_is_the_same_pieces_each_time(started, monkeypatch, heads):
     """Users may name sizes beyond vLLM's own; a piece more is a launch more in the graph."""
@@ -1084,7 +1123,11 @@ def test_two_writers_of_records_differ_by_one_step():
 
 
 def test_attention_against_the_packages_reference():
-    """Output 2^-8 relative (bf16) or 1e-5 absolute; log-sum-exp 1e-5; cosine 1 - 1e-6."""
+    """Output one step of bf16 (2^-7 relative) or 1e-5 absolute, log-sum-exp 1e-5, cosine 1 - 1e-6.
+
+    Both sum in float32, in an order that depends on the machine, and then round to bf16. One element
+    in a thousand may differ at all; it was one in 5,000.
+    """
     from b12x.attention.sparse_mla import reference
 
     records = ref.quantize_records(torch.randn(300, 512))
@@ -1102,7 +1145,8 @@ def test_attention_against_the_packages_reference():
         return_lse=True,
     )
     out, lse = ref.TorchReferenceKernels().attend(q, records, ids, counts, SCALE)
-    torch.testing.assert_close(out.float(), want.float(), rtol=2**-8, atol=1e-5)
+    torch.testing.assert_close(out.float(), want.float(), rtol=2**-7, atol=1e-5)
+    assert float((out != want).float().mean()) < 1e-3
     # Its log-sum-exp is of base 2 whatever the plan says.
     torch.testing.assert_close(lse, want_lse * math.log(2), rtol=1e-5, atol=1e-5)
     live = [0, 2, 3, 4, 5, 6, 7]

@@ -77,6 +77,10 @@ DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 vLLM captures 51 sizes up to 512 by its own choice, and users name others. A plan also serves fewer
 rows than its limit, so powers of two cover them all, and eager batches of any size, with nine plans
 for a head count. Above 256 rows the plan for many rows takes over, in one piece up to 512 rows.
+
+Into how many parts columns are split follows from the limit. By b12x's own rule for that, not by
+measurement, it costs decode under DCP (64 heads) nothing on average over vLLM's sizes; 16 heads
+read up to 2.2 times as many columns one after the other as with a plan for each size.
 """
 SELECT_ROWS = (8, 64, 512)
 """Row limits of the selection plans."""
