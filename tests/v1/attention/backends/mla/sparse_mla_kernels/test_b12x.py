@@ -1125,8 +1125,8 @@ def test_two_writers_of_records_differ_by_one_step():
 def test_attention_against_the_packages_reference():
     """Output one step of bf16 (2^-7 relative) or 1e-5 absolute, log-sum-exp 1e-5, cosine 1 - 1e-6.
 
-    Both sum in float32, in an order that depends on the machine, and then round to bf16. One element
-    in a thousand may differ at all; it was one in 5,000.
+    Both sum in float32, in an order that depends on the machine, and then round to bf16. One
+    element in a thousand may differ at all; it was one in 5,000.
     """
     from b12x.attention.sparse_mla import reference
 

@@ -391,7 +391,10 @@ def _write_tail_kernel(
     requests,
     BLOCK: tl.constexpr,
 ):
-    """Keep a token that is among the last ``ring`` of its request in this batch."""
+    """Keep a token that is among the last ``ring`` of its request in this batch.
+
+    Those have places of their own, so there is a program for each token, and no order among them.
+    """
     token = tl.program_id(0)
     slot = tl.load(tail_slots + token).to(tl.int64)
     if (slot >= 0) & (token < tl.load(bounds + requests)):
