@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of ``benchmarks/variants.py``, and the switches that it throws."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def variants(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    spec = importlib.util.spec_from_file_location("variants", FOLDER / "variants.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "variants", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def samples(variant, seconds, length=1000):
+    return [
+        {"variant": variant, "length": length, "seconds": s, "windows": 1, "ckv_bytes": 7}
+        for s in seconds
+    ]
+
+
+def test_ratios_are_those_of_samples_that_ran_together(variants):
+    """The machine got twice as slow after the first sample; the ratio does not show it."""
+    found = samples("plain", [1.0, 2.0, 2.0]) + samples("early", [0.5, 1.0, 1.0])
+    plain, early = variants.rows_of(found, model="small", tp=2, dcp=2)
+    assert (plain.ratio, early.ratio) == (1.0, 2.0)
+    assert (plain.tok_s, plain.spread, plain.samples) == (500.0, 0.5, 3)
+    table = variants.format_table([plain, early])
+    assert "500  1.000x" in table and "1,000  2.000x" in table
+
+
+@pytest.mark.parametrize("variant", ["ordinary", "plain", "shared", "early", "windows"])
+def test_each_variant_throws_its_own_switch_alone(variants, monkeypatch, variant):
+    from vllm.v1.attention.backends.mla.ckv_gather.eligibility import Limits
+    from vllm.v1.attention.backends.mla.ckv_gather.plan import CkvGather
+
+    gather = SimpleNamespace(
+        limits=Limits(True, True, 2, 16, 8),
+        vllm_config=SimpleNamespace(model_config=SimpleNamespace(max_model_len=131_328)),
+        geometry=SimpleNamespace(get=lambda: SimpleNamespace(window_granule=8704)),
+    )
+    monkeypatch.setattr(CkvGather, "of_worker", lambda worker: gather)
+    for before in variants.VARIANTS:
+        variants.switch(None, before, 1000)
+        variants.switch(None, variant, 1000)
+        thrown = {
+            "ordinary": not gather.limits.enabled,
+            "shared": gather.shard_selection,
+            "early": gather.early_exchange,
+            "windows": gather.max_visible_tokens == 8704,
+        }
+        assert [name for name, on in thrown.items() if on] == [variant] * (variant != "plain")
+        assert gather.max_visible_tokens == (8704 if variant == "windows" else 131_328)
