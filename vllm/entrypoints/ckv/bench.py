@@ -389,7 +389,8 @@ def _usable(lengths: Sequence[int], limit: int | None) -> list[int]:
     fitting = [n for n in lengths if limit is None or n < limit]
     if not fitting:
         raise UsageError(
-            f"no prompt length is below the server's max_model_len {limit:,}: give --lengths"
+            f"no prompt length is below the server's max_model_len {limit:,}: give smaller ones "
+            "with --lengths"
         )
     return fitting
 

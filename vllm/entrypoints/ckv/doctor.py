@@ -387,6 +387,7 @@ def run(arguments: argparse.Namespace) -> int:
     report = examine(self_test=not arguments.no_self_test)
     if scraped is not None:
         examine_server(report, scraped)
+        report.notes.append("flags and hardware are those of this shell, not of the server")
     print(report.text())
     if arguments.json is not None:
         document: Mapping[str, Any] = {**asdict(report), "ready": not report.problems}

@@ -231,7 +231,8 @@ class Plan:
     kernel_bytes: what they take with the gather off, b12x of the workspace, Triton besides it;
         None: b12x's sizes are its own to tell, and it is not installed here.
     ordinary_peak_bytes: what ordinary DCP prefill takes at its largest chunk, for comparison.
-    kv_tokens_given_up: tokens of the KV cache of all ranks that the reserved bytes would have held.
+    kv_tokens_given_up: tokens of the KV cache of all ranks that the bytes would have held which
+        are reserved with the gather on and not with it off.
     break_even_bytes: context up to which a gather moves fewer bytes. break_even_seconds: up to
         which it takes less time by this estimate.
     """
@@ -437,7 +438,8 @@ def make_plan(
     workspace = sized(gathered).num_bytes_beside(ordinary)
     staging = device_bytes(max_num_seqs, dcp, max_index_pages(limit, sizes.pool_size))
     block = block_bytes(sizes, page, record)
-    reserved = workspace + staging
+    # Scratch of ordinary batches is there with the gather off too.
+    more = workspace + staging - ordinary.num_bytes
     model = ByteModel(
         dcp_world_size=dcp,
         interleave=interleave,
@@ -507,7 +509,7 @@ def make_plan(
         staging_bytes=staging,
         ordinary_peak_bytes=ordinary_peak_bytes(chunk, local_heads * dcp),
         kv_block_bytes=block,
-        kv_tokens_given_up=-(-reserved // block) * page * dcp,
+        kv_tokens_given_up=-(-more // block) * page * dcp,
         break_even_bytes=model.break_even(chunk),
         break_even_seconds=times.break_even(chunk, spans),
         rows=[row(context) for context in contexts],
@@ -528,7 +530,7 @@ def describe(plan: Plan) -> str:
     chunk = plan.rows[0].context_tokens
     reserved = plan.workspace_bytes + plan.staging_bytes
     user = "b12x" if plan.kernels == "b12x" else "FlashMLA"
-    scratch = f", {size(plan.scratch_bytes)} of it for {user}" if plan.scratch_bytes else ""
+    scratch = f", {size(plan.scratch_bytes)} of it because of {user}" if plan.scratch_bytes else ""
     if plan.kernel_bytes is None:
         held = f"{plan.kernels} takes more, unknown here: it is not installed"
     elif plan.kernels == "b12x":
@@ -551,7 +553,8 @@ def describe(plan: Plan) -> str:
         f"less time       {_pays(plan.break_even_seconds, chunk, plan.max_model_len)}, "
         f"estimated for {plan.link_gbps:.3g} GB/s",
         "",
-        f"a chunk of {chunk:,} tokens, received by one rank in all layers, and how long they take:",
+        f"a chunk of {chunk:,} tokens in all sparse MLA layers: received by one rank, and how long",
+        "their collectives, selection and attention take, which is a part of the prefill:",
     ]
     table = [["context", "full-CKV", "ordinary DCP", "ratio", "ms", "(DCP ms)", "windows"]]
     table += [
