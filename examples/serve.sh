@@ -9,6 +9,8 @@ TP=${TP:-4}
 DCP=${DCP:-$TP}
 MAX_MODEL_LEN=${MAX_MODEL_LEN:-262144}
 export VLLM_B12X_MLA_CKV_GATHER=${VLLM_B12X_MLA_CKV_GATHER:-1}
+# On a busy server, whose prompts are computed beside decodes:
+# export VLLM_B12X_MLA_CKV_GATHER_MIXED=1
 
 # Stops here, with a sentence that says what to do, if this machine cannot gather.
 vllm-ckv doctor --no-self-test

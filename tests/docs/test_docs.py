@@ -231,3 +231,14 @@ def test_the_unit_runs_the_launch_script():
         command = ["systemd-analyze", "verify", str(EXAMPLES / "vllm-ckv.service")]
         told = subprocess.run(command, capture_output=True, text=True, timeout=60).stderr
         assert "Unknown" not in told, told
+
+
+def test_every_reason_of_a_refusal_is_explained_with_its_words():
+    from vllm.v1.attention.backends.mla.ckv_gather.counters import _WORDS
+    from vllm.v1.attention.backends.mla.ckv_gather.eligibility import Reason
+
+    page = (DOCS / "measuring.md").read_text()
+    for reason in set(Reason) - {Reason.ELIGIBLE}:
+        assert f"`{reason.value}`" in page
+    for reason, words in _WORDS.items():
+        assert f"| `{reason.value}` | {words} |" in page
