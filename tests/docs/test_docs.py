@@ -237,7 +237,7 @@ def test_every_reason_of_a_refusal_is_explained_with_its_words():
     from vllm.v1.attention.backends.mla.ckv_gather.counters import _WORDS
     from vllm.v1.attention.backends.mla.ckv_gather.eligibility import Reason
 
-    page = (DOCS / "measuring.md").read_text()
+    page = (ROOT / "docs/measuring.md").read_text()
     for reason in set(Reason) - {Reason.ELIGIBLE}:
         assert f"`{reason.value}`" in page
     for reason, words in _WORDS.items():
