@@ -92,7 +92,7 @@ def measure_rates(layer: Layer, shapes: LayerShapes, largest: int, clock: Clock)
     """Measure this rank's rates, after everything has run once.
 
     All ranks of the DCP group have to call it, with the same arguments: it enters collectives. It
-    takes reserved bytes, and no more of others than the largest batch does; none is kept.
+    takes reserved bytes, and no more of others than the largest batch and its inputs; none is kept.
 
     shapes: the layer's largest. largest: rows of the largest batch.
     """
