@@ -22,6 +22,7 @@ from vllm.models.glm5next.sparse_indexer import SparseAttnIndexerKpool
 from vllm.v1.attention.backends.mla.ckv_gather import debug
 from vllm.v1.attention.backends.mla.ckv_gather.exchange import all_gather_candidates
 from vllm.v1.attention.backends.mla.sparse_mla_kernels import get_kernels
+from vllm.v1.attention.backends.mla.sparse_mla_kernels.base import IndexQueries
 
 
 @eager_break_during_capture
@@ -110,13 +111,15 @@ def select_tokens(
         pool_ids = op.gather.select_pools(
             plan,
             kernels,
-            op.k_cache.kv_cache,
-            index.block_table,
-            q_fp8,
-            weights,
-            req_id,
-            visible_pools,
-            pool_topk,
+            IndexQueries(
+                op.k_cache.kv_cache,
+                index.block_table,
+                q_fp8,
+                weights,
+                req_id,
+                visible_pools,
+                pool_topk,
+            ),
             partial(_start_records, op, attention),
         )
         buffer[first:num_tokens] = kernels.expand_pools(

@@ -10,6 +10,7 @@ import torch
 from vllm.v1.attention.backends.mla.ckv_gather import counters, exchange, timing
 from vllm.v1.attention.backends.mla.ckv_gather import plan as plan_module
 from vllm.v1.attention.backends.mla.ckv_gather.counters import Histogram
+from vllm.v1.attention.backends.mla.sparse_mla_kernels.base import IndexQueries
 
 
 def timed(timer):
@@ -161,7 +162,7 @@ def test_a_batch_is_timed_by_the_builder_that_counts_it(
         return replace(plan, selection_shares=shares)
 
     def layer(plan):
-        gather.select_pools(plan, kernels, pages, table, ids, ids, ids, ids, 2)
+        gather.select_pools(plan, kernels, IndexQueries(pages, table, ids, ids, ids, ids, 2))
         gather.gather_latents(plan.windows[0], kernels, buffers.records, table, table, table)
 
     layer(step(capturing=False, count=False))

@@ -81,6 +81,7 @@ if TYPE_CHECKING:
 
     from vllm.v1.attention.backends.mla.ckv_gather.rehearsal import LayerShapes
     from vllm.v1.attention.backends.mla.sparse_mla_kernels import SparseMLAKernels
+    from vllm.v1.attention.backends.mla.sparse_mla_kernels.base import IndexQueries
 
 logger = init_logger(__name__)
 
@@ -763,37 +764,28 @@ class CkvGather:
         self,
         plan: CkvBatchPlan,
         kernels: SparseMLAKernels,
-        index_cache: torch.Tensor,
-        block_table: torch.Tensor,
-        q_fp8: torch.Tensor,
-        weights: torch.Tensor,
-        req_id: torch.Tensor,
-        pool_counts: torch.Tensor,
-        topk: int,
+        queries: IndexQueries,
         beside: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
         """Select pools among the index keys of all ranks, as one rank without DCP would.
 
-        index_cache, block_table: this rank's, see ``exchange.gather_pools``. The others: all T
-        rows, and K pools to choose, see ``SparseMLAKernels.select_pools``.
         beside: called behind each exchange of index keys, before they are looked at.
 
         Returns:
             pool ids (T - plan.first_row, K) int32 of the rows that gather, the same on every rank.
             Valid until the next user of vLLM's workspace.
         """
-        given = kernels, index_cache, block_table, q_fp8, weights, req_id, pool_counts, topk, beside
-        first = plan.first_row
+        given = plan.selection_shares, kernels, queries, beside
+        first, req_id = plan.first_row, queries.req_id
         if len(plan.spans) == 1:
-            pool_ids = self._select_span(plan.spans[0], plan.selection_shares, *given)
+            pool_ids = self._select_span(plan.spans[0], *given)
         else:
-            rows = q_fp8.shape[0] - first
-            pool_ids = torch.empty((rows, topk), dtype=torch.int32, device=q_fp8.device)
+            pool_ids = req_id.new_empty((req_id.shape[0] - first, queries.topk))
             for span in plan.spans:
-                selected = self._select_span(span, plan.selection_shares, *given)
+                selected = self._select_span(span, *given)
                 pool_ids[span.rows.start - first : span.rows.stop - first] = selected
         if self.debug:
-            debug.check_selection(pool_ids, req_id[first:], pool_counts[first:])
+            debug.check_selection(pool_ids, req_id[first:], queries.pool_counts[first:])
         return pool_ids
 
     def _select_span(
@@ -801,13 +793,7 @@ class CkvGather:
         span: CkvSpan,
         selection_shares: int,
         kernels: SparseMLAKernels,
-        index_cache: torch.Tensor,
-        block_table: torch.Tensor,
-        q_fp8: torch.Tensor,
-        weights: torch.Tensor,
-        req_id: torch.Tensor,
-        pool_counts: torch.Tensor,
-        topk: int,
+        queries: IndexQueries,
         beside: Callable[[], None],
     ) -> torch.Tensor:
         """Pool ids of the span's rows; shares of them are exchanged once all windows are seen."""
@@ -819,24 +805,24 @@ class CkvGather:
         best: Candidates | None = None
         for window in span.windows:
             pages, page_table, selection, scratch = self.gather_index_keys(
-                window, kernels, index_cache, block_table, shares.exchanged_rows
+                window, kernels, queries.index_cache, queries.block_table, shares.exchanged_rows
             )
             beside()
             rows = slice(max(window.pool_rows.start, first), last)
             if best is not None and rows.start >= last:
                 continue
             first_pool = window.begin // self.pool_size
-            seen = pool_counts[rows]
+            seen = queries.pool_counts[rows]
             if window.bounds is not None:
                 seen = (seen - first_pool).clamp(0, window.layout.pools.visible)
             found = kernels.select_pools(
-                q_fp8[rows],
-                weights[rows],
+                queries.q_fp8[rows],
+                queries.weights[rows],
                 pages,
                 page_table,
-                window.numbered(req_id[rows]),
+                window.numbered(queries.req_id[rows]),
                 seen,
-                topk,
+                queries.topk,
                 scratch,
             )
             if best is None:
@@ -854,7 +840,9 @@ class CkvGather:
                     pool_ids, selection, exchange.communicator_of(group), group.rank_in_group
                 )
             pool_ids = selection[: shares.num_rows]
-            self.counters.ckv_bytes += selection_bytes(shares.num_rows, topk, self.dcp_world_size)
+            self.counters.ckv_bytes += selection_bytes(
+                shares.num_rows, queries.topk, self.dcp_world_size
+            )
         return pool_ids
 
     def gather_index_keys(

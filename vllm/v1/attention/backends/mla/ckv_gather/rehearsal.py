@@ -19,7 +19,11 @@ from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
     INDEX_RECORD_BYTES,
     POOLS_PER_INDEX_PAGE,
 )
-from vllm.v1.attention.backends.mla.sparse_mla_kernels.base import INDEX_DIM, LATENT_DIM
+from vllm.v1.attention.backends.mla.sparse_mla_kernels.base import (
+    INDEX_DIM,
+    LATENT_DIM,
+    IndexQueries,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backends.mla.ckv_gather.plan import CkvGather
@@ -333,12 +337,14 @@ class Layer:
             gather.select_pools(
                 plan,
                 kernels,
-                self.index_cache,
-                table,
-                *batch.index_queries(),
-                req_id,
-                pool_counts,
-                shapes.pool_topk,
+                IndexQueries(
+                    self.index_cache,
+                    table,
+                    *batch.index_queries(),
+                    req_id,
+                    pool_counts,
+                    shapes.pool_topk,
+                ),
                 beside,
             )
             gather.attend(

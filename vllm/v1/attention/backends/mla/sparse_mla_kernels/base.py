@@ -13,6 +13,7 @@ padding row: it owns nothing, its ids are not looked at, and its result is -1 th
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -34,6 +35,24 @@ ScratchShapes: TypeAlias = list[tuple[tuple[int, ...], torch.dtype]]
 """(shape, dtype) of each tensor."""
 Scratch: TypeAlias = Sequence[torch.Tensor]
 """Tensors of the shapes that a provider gave, in that order."""
+
+
+@dataclass(frozen=True)
+class IndexQueries:
+    """What a layer's indexer selects by: this rank's keys, and all rows of a batch.
+
+    index_cache: (ipages, 64, 132) uint8. block_table: (R, B) int32, its pages of each request.
+    q_fp8: (T, heads, 128) e4m3. weights: (T, heads) float32. req_id: (T,) int32, negative for
+        padding. pool_counts: (T,) int32, pools that each row sees. topk: pools K to choose.
+    """
+
+    index_cache: torch.Tensor
+    block_table: torch.Tensor
+    q_fp8: torch.Tensor
+    weights: torch.Tensor
+    req_id: torch.Tensor
+    pool_counts: torch.Tensor
+    topk: int
 
 
 @runtime_checkable
