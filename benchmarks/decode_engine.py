@@ -20,10 +20,9 @@ import random
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from prefill_engine import MODELS, add_engine_options, make_job
+from prefill_engine import add_engine_options, make_job, model_folder
 
 from vllm.entrypoints.ckv.bench import make_prompt
 from vllm.entrypoints.ckv.engine import counters_of, log_folder, run_program, start_engine
@@ -104,7 +103,7 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     failed = False
     for name in arguments.models:
-        model = Path(name) if Path(name).is_dir() else MODELS / name
+        model = model_folder(name)
         vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
         for mode in arguments.modes:
             longest = max(arguments.context + answer, arguments.beside + 256)

@@ -33,6 +33,7 @@ from vllm.entrypoints.ckv.engine import (
     run_engine,
 )
 from vllm.entrypoints.ckv.layer_times import KINDS
+from vllm.entrypoints.ckv.model import write_model
 from vllm.entrypoints.ckv.output import json_object
 
 MODES = ("stock_no_dcp", "stock_dcp", "ours_no_dcp", "ours_dcp", "ours_ckv")
@@ -62,6 +63,23 @@ class Row:
     kv_cache_tokens: int
     ckv_bytes: int
     dcp_bytes: int
+
+
+def model_folder(name: str) -> Path:
+    """The folder ``name``, or that of one of our own models."""
+    return Path(name) if Path(name).is_dir() else MODELS / name
+
+
+def spread_of(seconds: list[float]) -> float:
+    """(slowest - fastest) / median."""
+    return round((max(seconds) - min(seconds)) / statistics.median(seconds), 3)
+
+
+def use_small_model(arguments: argparse.Namespace, folder: Path) -> None:
+    """Have CPU ranks run a model that suits them, written to ``folder``."""
+    write_model(folder, mhc=False)
+    arguments.models = [str(folder)]
+    arguments.engine = {"kv_cache_memory_bytes": 256 << 20} | arguments.engine
 
 
 def make_job(model: Path, mode: str, arguments: argparse.Namespace, longest: int) -> EngineJob:
@@ -128,7 +146,7 @@ def rows_of(
             samples=samples,
             tok_s=round(length * len(groups[0].tokens) / median, 1),
             best_tok_s=round(length * len(groups[0].tokens) / min(seconds), 1),
-            spread=round((max(seconds) - min(seconds)) / median, 3),
+            spread=spread_of(seconds),
             kv_cache_tokens=result.cache_blocks * result.block_size * dcp,
             ckv_bytes=groups[0].counters.get("ckv_bytes", 0) // layers,
             dcp_bytes=groups[0].counters.get("dcp_bytes", 0) // layers,
@@ -193,7 +211,7 @@ def main() -> int:
     layer_times: list[dict[str, Any]] = []
     failed = False
     for name in arguments.models:
-        model = Path(name) if Path(name).is_dir() else MODELS / name
+        model = model_folder(name)
         config = json.loads((model / "config.json").read_text())
         positions = config["max_position_embeddings"]
         lengths = [n for n in arguments.lengths if n + 256 <= positions]

@@ -23,13 +23,11 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from prefill_engine import MODELS, add_engine_options, make_job
+from prefill_engine import add_engine_options, make_job, model_folder, use_small_model
 
 from vllm.entrypoints.ckv.engine import log_folder, run_program, start_engine
-from vllm.entrypoints.ckv.model import write_model
 
 LIMIT = 0.15
 """Largest relative error of a relevant prediction."""
@@ -223,14 +221,13 @@ def main() -> int:
     longest = max(sum(lengths) for lengths, _ in batches)
     arguments.max_num_seqs = max(len(lengths) for lengths, _ in batches)
     if arguments.cpu:
-        arguments.models, arguments.chunk = [str(logs / "small")], 64
-        write_model(logs / "small", mhc=False)
-        arguments.engine = {"kv_cache_memory_bytes": 256 << 20} | arguments.engine
+        arguments.chunk = 64
+        use_small_model(arguments, logs / "small")
     rows: list[Row] = []
     engines = []
     print(HEAD)
     for name in arguments.models:
-        model = Path(name) if Path(name).is_dir() else MODELS / name
+        model = model_folder(name)
         job = make_job(model, "ours_ckv", arguments, longest)
         payload = {"arguments": job.arguments, "batches": batches}
         events = list(

@@ -23,10 +23,9 @@ import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from prefill_engine import MODELS, add_engine_options, make_job
+from prefill_engine import add_engine_options, make_job, model_folder, spread_of, use_small_model
 
 from vllm.entrypoints.ckv.bench import make_prompt
 from vllm.entrypoints.ckv.engine import (
@@ -36,7 +35,6 @@ from vllm.entrypoints.ckv.engine import (
     run_program,
     start_engine,
 )
-from vllm.entrypoints.ckv.model import write_model
 
 VARIANTS = ("ordinary", "plain", "shared", "early", "windows")
 ON = ("VLLM_B12X_MLA_CKV_SHARD_SELECTION", "VLLM_B12X_MLA_CKV_EARLY_EXCHANGE")
@@ -133,7 +131,7 @@ def rows_of(samples: list[dict[str, Any]], **about: Any) -> list[Row]:
                     samples=len(found),
                     tok_s=round(length / median, 1),
                     ratio=round(statistics.median(ratios), 4),
-                    spread=round((max(seconds) - min(seconds)) / median, 3),
+                    spread=spread_of(seconds),
                     gathered_windows=found[-1]["windows"],
                     ckv_bytes=found[-1]["ckv_bytes"],
                 )
@@ -164,12 +162,10 @@ def main() -> int:
     arguments.max_num_seqs = 8
     logs = log_folder(arguments.logs, "variants")
     if arguments.cpu:
-        arguments.models = [str(logs / "small")]
-        write_model(logs / "small", mhc=False)
-        arguments.engine = {"kv_cache_memory_bytes": 256 << 20} | arguments.engine
+        use_small_model(arguments, logs / "small")
     rows: list[Row] = []
     for name in arguments.models:
-        model = Path(name) if Path(name).is_dir() else MODELS / name
+        model = model_folder(name)
         job = make_job(model, "ours_ckv", arguments, max(arguments.lengths) + 256)
         payload = {
             "arguments": job.arguments,

@@ -1,23 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The verdicts of benchmarks/time_model.py; the program itself runs with ``--cpu``."""
 
-import importlib
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
-
-@pytest.fixture(scope="module")
-def module():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        yield importlib.import_module("time_model")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+@pytest.fixture
+def module(load_benchmark):
+    return load_benchmark("time_model")
 
 
 @pytest.fixture

@@ -1,24 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of ``benchmarks/variants.py``, and the switches that it throws."""
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def variants(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    spec = importlib.util.spec_from_file_location("variants", FOLDER / "variants.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "variants", module)
-    spec.loader.exec_module(module)
-    return module
+def variants(load_benchmark):
+    return load_benchmark("variants")
 
 
 def samples(variant, seconds, length=1000):

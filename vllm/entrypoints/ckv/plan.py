@@ -360,7 +360,7 @@ def make_plan(
         UsageError, ValueError: the sizes do not go together; the message has the remedy.
     """
     from vllm.v1.attention.backends.mla.ckv_gather.staging import device_bytes
-    from vllm.v1.attention.backends.mla.ckv_gather.windows import Span, plan_spans
+    from vllm.v1.attention.backends.mla.ckv_gather.windows import Span, own_lengths, plan_spans
     from vllm.v1.attention.backends.mla.ckv_gather.workspace import (
         NO_SCRATCH,
         KernelScratch,
@@ -469,8 +469,8 @@ def make_plan(
 
     def row(context: int) -> ContextRow:
         cut = spans(context)
-        alone = early_exchange and len(cut) == 1 and cut[0].num_windows == 1
-        costs = times.costs([context], [chunk], cut, own=[chunk] if alone else [])
+        own = own_lengths([context], [chunk], cut) if early_exchange else ()
+        costs = times.costs([context], [chunk], cut, own=own)
         assert costs.gathered_seconds is not None and costs.ordinary_seconds is not None
         return ContextRow(
             context_tokens=context,

@@ -130,8 +130,8 @@ class _Measurement:
         self.collective, self.byte = self.link()
         pool = self.gather.pool_size
         ordinary, gathered = self.rows(pool)
-        # The smallest context that has a pool, and the largest.
-        base, more = (self.gathered(self.few, tokens) for tokens in (pool, self.tokens))
+        # The smallest context that has a pool, known by now, and the largest.
+        base, more = gathered[0][1], self.gathered(self.few, self.tokens)
         token = line(pool, base, self.tokens, more)[1]
         own_heads, all_heads = self.attention()
         merged = self.merging(gathered, token)

@@ -67,6 +67,7 @@ from vllm.v1.attention.backends.mla.ckv_gather.windows import (
     Span,
     merge_attention,
     merge_candidates,
+    own_lengths,
     plan_spans,
 )
 from vllm.v1.attention.backends.mla.ckv_gather.workspace import (
@@ -511,7 +512,8 @@ class CkvGather:
         if lengths is not None and decision.reason in (Reason.ELIGIBLE, Reason.NO_GAIN):
             seq_lens, queries = lengths[:num_requests].tolist(), query_lens[:num_requests].tolist()
             spans = self.plan_spans(seq_lens, queries, common.num_actual_tokens, first=num_decodes)
-            own_lens = self.own_lens(seq_lens, queries, spans)
+            if self.early_exchange:
+                own_lens = own_lengths(seq_lens, queries, spans)
             batch = seq_lens[num_decodes:], queries[num_decodes:], spans
             if self.time_model is not None and self.shard_selection:
                 shares = self.time_model.selection_shares(*batch)
@@ -567,22 +569,6 @@ class CkvGather:
             num_rows=num_rows,
             first=first,
         )
-
-    def own_lens(
-        self, seq_lens: Sequence[int], query_lens: Sequence[int], spans: Sequence[Span]
-    ) -> Sequence[int]:
-        """Tokens of each gathered request whose records stay out of the exchange; empty: none do.
-
-        They are the query tokens, which every rank computes. What is exchanged must have been
-        written before this step. Lengths tell so of a request that is alone, and of prompts without
-        a context: vLLM lets a request begin with blocks that another one of the same step is only
-        about to write.
-        """
-        if not self.early_exchange or len(spans) != 1 or spans[0].num_windows != 1:
-            return ()
-        requests = spans[0].requests
-        own = query_lens[requests]
-        return own if len(seq_lens) == 1 or own == seq_lens[requests] else ()
 
     def _count(self, facts: BatchFacts, decision: Decision, num_windows: int) -> None:
         counters = self.counters
@@ -655,7 +641,8 @@ class CkvGather:
     ) -> CkvBatchPlan:
         """Lay out the windows of ``spans`` and stage the plan to ``device``.
 
-        seq_lens: visible tokens of each request. own_lens: see :meth:`own_lens`.
+        seq_lens: visible tokens of each request. own_lens: see
+            :func:`.windows.own_lengths`.
 
         One transfer that the host does not wait for, into memory that :meth:`reserve` took;
         valid until the next batches, see :mod:`.staging`.
@@ -983,8 +970,8 @@ class CkvGather:
             self._exchange_records(window, kernels, cache, block_table, records)
         if layout.own_rows:
             assert latents is not None, "the layer's latents were not handed over"
-            first, count = window.rows.start, layout.own_rows
-            _, own = self.workspace.kept_records(layout.tokens, count)
+            first, count, own = window.rows.start, layout.own_rows, buffers.own
+            assert own is not None
             kernels.write_records(latents[first : first + count], own, self._own_slots[:count])
         token_ids, req_id = token_ids[window.rows], window.numbered(req_id[window.rows])
         # History, then tail, then -1: the valid entries are a prefix of every row.

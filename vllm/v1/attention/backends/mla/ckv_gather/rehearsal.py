@@ -19,6 +19,7 @@ from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
     INDEX_RECORD_BYTES,
     POOLS_PER_INDEX_PAGE,
 )
+from vllm.v1.attention.backends.mla.ckv_gather.windows import own_lengths
 from vllm.v1.attention.backends.mla.sparse_mla_kernels.base import (
     INDEX_DIM,
     LATENT_DIM,
@@ -323,7 +324,7 @@ class Layer:
         spans = gather.plan_spans(lengths, queries, batch.num_tokens, capacity=capacity)
         # A batch of the first run may have more rows than it sees tokens.
         seen = [min(pair) for pair in zip(lengths, queries, strict=True)]
-        own = gather.own_lens(lengths, seen, spans) if early else ()
+        own = own_lengths(lengths, seen, spans) if early else ()
         plan = gather.layout_batch(lengths, spans, self.device, selection_shares, own)
         records = max(lengths) // gather.dcp_world_size + gather.geometry.get().interleave
         table = self.table(len(lengths), records // POOLS_PER_INDEX_PAGE + 1)

@@ -66,6 +66,24 @@ class Span:
         return slice(self.rows.start + skipped, self.rows.stop)
 
 
+def own_lengths(
+    seq_lens: Sequence[int], query_lens: Sequence[int], spans: Sequence[Span]
+) -> Sequence[int]:
+    """Tokens of each gathered request whose records an early exchange leaves out; empty: none.
+
+    They are the query tokens, which every rank computes. What is exchanged must have been written
+    before this step. Lengths tell so of a request that is alone, and of prompts without a context:
+    vLLM lets a request begin with blocks that another one of the same step is only about to write.
+
+    seq_lens, query_lens: visible tokens and query tokens of each request of the batch.
+    """
+    if len(spans) != 1 or spans[0].num_windows != 1:
+        return ()
+    requests = spans[0].requests
+    own = query_lens[requests]
+    return own if len(seq_lens) == 1 or own == seq_lens[requests] else ()
+
+
 def plan_spans(
     seq_lens: Sequence[int],
     query_lens: Sequence[int],

@@ -52,10 +52,13 @@ class LatentBuffers:
 
     records: (N * padded + own rows, record_bytes), uint8.
     scratch: whole tensors of the plan's ``kernels.attention`` shapes.
+    own: the own rows as pages (pages, P, record_bytes), the last one with rows to spare; None where
+        records lie in the scratch.
     """
 
     records: torch.Tensor
     scratch: tuple[torch.Tensor, ...]
+    own: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -241,8 +244,8 @@ class WorkspacePlan:
                 eligibility bounds it by the same sizes.
         """
         if self.own_page:
-            records, _ = self.kept_records(layout, own_rows)
-            return LatentBuffers(records, tuple(_take(self.latent_requests)))
+            records, own = self.kept_records(layout, own_rows)
+            return LatentBuffers(records, tuple(_take(self.latent_requests)), own)
         rows = self._rows("latent", layout, self.latents[0])
         latents, *scratch = _take(self.latent_requests)
         return LatentBuffers(latents[:rows], tuple(scratch))

@@ -54,6 +54,7 @@ from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
     FP8_DS_MLA,
     INDEX_PAGE_BYTES,
     INDEX_RECORD_BYTES,
+    MAX_ROW,
     NVFP4_DS_MLA,
     POOLS_PER_INDEX_PAGE,
 )
@@ -64,7 +65,6 @@ from .triton import TritonKernels
 logger = init_logger(__name__)
 
 _RECORD_BYTES = (FP8_DS_MLA.record_bytes, NVFP4_DS_MLA.record_bytes)
-_INT32_MAX = 2**31 - 1
 _LN2 = math.log(2)
 
 FLAT_PAGE = 64
@@ -543,9 +543,9 @@ def page_units(pages: int, page_stride: int, unit: int) -> int:
     )
     units = page_stride // unit
     _check(
-        (pages - 1) * units <= _INT32_MAX,
+        (pages - 1) * units <= MAX_ROW,
         f"an index cache of {pages:,} pages, {page_stride:,} bytes apart, spans "
-        f"{pages * page_stride:,} bytes; selection reaches {(_INT32_MAX + 1) * unit:,}: lower "
+        f"{pages * page_stride:,} bytes; selection reaches {(MAX_ROW + 1) * unit:,}: lower "
         "--gpu-memory-utilization or set --num-gpu-blocks-override",
     )
     return units
@@ -972,8 +972,8 @@ class B12xKernels:
         )
         _check_aligned("records", records, 16)
         _check(
-            records.shape[0] <= _INT32_MAX,
-            f"{records.shape[0]:,} records, row ids of int32 reach {_INT32_MAX:,}; lower "
+            records.shape[0] <= MAX_ROW,
+            f"{records.shape[0]:,} records, row ids of int32 reach {MAX_ROW:,}; lower "
             "--gpu-memory-utilization or set --num-gpu-blocks-override",
         )
         _check_tensor("q", q, [torch.bfloat16], (None, None, LATENT_DIM))
