@@ -18,6 +18,7 @@ from vllm.v1.attention.backends.mla.ckv_gather.windows import (
     Span,
     merge_attention,
     merge_candidates,
+    own_lengths,
     plan_spans,
 )
 from vllm.v1.attention.backends.mla.sparse_mla_kernels.torch_reference import TorchReferenceKernels
@@ -331,3 +332,25 @@ def test_requests_behind_a_span_fit_exactly(first):
     spans = plan_spans([first, 10, 10], [3, 2, 1], capacity=20, granule=4, num_rows=7)
     assert [span.requests for span in spans] == [slice(0, 1), slice(1, 3)]
     assert [span.rows for span in spans] == [slice(0, 3), slice(3, 7)]
+
+
+@pytest.mark.parametrize(
+    ("seq_lens", "query_lens", "first", "capacity", "own"),
+    [
+        ([100], [30], 0, 1024, [30]),  # alone, with a context
+        ([100], [100], 0, 1024, [100]),
+        ([40, 50], [40, 50], 0, 1024, [40, 50]),  # prompts without a context
+        ([40, 50], [40, 20], 0, 1024, []),
+        ([90, 50], [1, 50], 1, 1024, [50]),  # beside a decode
+        ([90, 50], [1, 20], 1, 1024, []),
+        ([600, 600], [600, 600], 0, 1024, []),  # two spans
+        ([2000], [30], 0, 1024, []),  # two windows
+    ],
+)
+def test_an_early_exchange_leaves_out_what_nobody_else_of_the_step_writes(
+    seq_lens, query_lens, first, capacity, own
+):
+    spans = plan_spans(
+        seq_lens, query_lens, capacity=capacity, granule=1024, num_rows=sum(query_lens), first=first
+    )
+    assert list(own_lengths(seq_lens, query_lens, spans)) == own
