@@ -11,11 +11,9 @@ def variants(load_benchmark):
     return load_benchmark("variants")
 
 
-def samples(variant, seconds, length=1000):
-    return [
-        {"variant": variant, "length": length, "seconds": s, "windows": 1, "ckv_bytes": 7}
-        for s in seconds
-    ]
+def samples(variant, seconds, shape="1000", cached=0):
+    about = {"variant": variant, "shape": shape, "cached_tokens": cached}
+    return [about | {"seconds": s, "windows": 1, "ckv_bytes": 7} for s in seconds]
 
 
 def test_ratios_are_those_of_samples_that_ran_together(variants):
@@ -26,6 +24,24 @@ def test_ratios_are_those_of_samples_that_ran_together(variants):
     assert (plain.tok_s, plain.spread, plain.samples) == (500.0, 0.5, 3)
     table = variants.format_table([plain, early])
     assert "500  1.000x" in table and "1,000  2.000x" in table
+
+
+def test_only_computed_tokens_count(variants):
+    """Of two prompts of 1,000 and 60 tokens, 960 were in the cache."""
+    found = samples("plain", [2.0], shape="2x1000+60", cached=960)
+    (row,) = variants.rows_of(found, model="small", tp=2, dcp=2)
+    assert (row.tok_s, row.cached_tokens) == (100.0, 960)
+
+
+@pytest.mark.parametrize("text", ["4096", "4x6000", "130560+512", "2x1000+60"])
+def test_a_shape_is_read_as_it_is_written(variants, text):
+    assert str(variants.Shape.parse(text)) == text
+
+
+@pytest.mark.parametrize("text", ["", "x5", "4x", "5+", "0x4", "4x0", "1e3"])
+def test_other_shapes_are_refused(variants, text):
+    with pytest.raises(variants.argparse.ArgumentTypeError, match="is no|has no"):
+        variants.Shape.parse(text)
 
 
 @pytest.mark.parametrize("variant", ["ordinary", "plain", "shared", "early", "windows"])
