@@ -40,7 +40,7 @@ def test_a_shape_is_read_as_it_is_written(variants, text):
 
 @pytest.mark.parametrize("text", ["", "x5", "4x", "5+", "0x4", "4x0", "1e3"])
 def test_other_shapes_are_refused(variants, text):
-    with pytest.raises(variants.argparse.ArgumentTypeError, match="is no|has no"):
+    with pytest.raises(variants.argparse.ArgumentTypeError, match=r"is no|has no"):
         variants.Shape.parse(text)
 
 
