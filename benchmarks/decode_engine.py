@@ -4,8 +4,10 @@
     python benchmarks/decode_engine.py --requests 128 --context 32768 --out decode.json
 
 Every request has a prompt of its own. When the last one has its first token, all of them decode;
-the steps from there on are timed one by one. Full-CKV prefill is on in ``ours_ckv``: its decode is
-the ordinary path, which this shows to be no slower than stock's.
+the steps from there on are timed one by one: as a whole, and the workers' part of it, from the
+scheduler's decision to the sampled tokens. The rest is vLLM's scheduler, which takes longer than
+the workers if requests are many, and knows no backend. Full-CKV prefill is on in ``ours_ckv``: its
+decode is the ordinary path, which this shows to be no slower than stock's.
 
 ``--beside TOKENS`` then adds prompts of that length, one after the other, while all others go on
 decoding, and times each until its first token. Their batches are mixed; ``ours_ckv`` gathers in
@@ -22,13 +24,42 @@ import sys
 import time
 from typing import Any
 
-from prefill_engine import add_engine_options, make_job, model_folder
+from prefill_engine import add_engine_options, make_job, model_folder, use_small_model
 
 from vllm.entrypoints.ckv.bench import make_prompt
 from vllm.entrypoints.ckv.engine import counters_of, log_folder, run_program, start_engine
 
 WARM_UP_STEPS = 8
 """Steps with all requests decoding before the first timed one."""
+
+
+def time_steps(worker: Any) -> None:
+    """Have a rank note what its steps take from now on, for ``LLM.collective_rpc``."""
+    from vllm.v1.outputs import AsyncModelRunnerOutput
+
+    seconds = worker.step_seconds = []
+    execute_model, sample_tokens = worker.execute_model, worker.sample_tokens
+    began = 0.0
+
+    def execute(*args: Any, **kwargs: Any) -> Any:
+        nonlocal began
+        began = time.perf_counter()
+        return execute_model(*args, **kwargs)
+
+    def sample(*args: Any, **kwargs: Any) -> Any:
+        output = sample_tokens(*args, **kwargs)
+        if isinstance(output, AsyncModelRunnerOutput):
+            # Its tokens are on their way from the device.
+            output = output.get_output()
+        seconds.append(time.perf_counter() - began)
+        return output
+
+    worker.execute_model, worker.sample_tokens = execute, sample
+
+
+def step_seconds(worker: Any) -> list[float]:
+    """What :func:`time_steps` noted on a rank."""
+    return worker.step_seconds
 
 
 def serve() -> None:
@@ -52,12 +83,15 @@ def serve() -> None:
     while waiting:
         waiting -= {output.request_id for output in engine.step() if output.outputs[0].token_ids}
     prefill = time.perf_counter() - began
+    llm.collective_rpc(time_steps)
     seconds = []
     for _ in range(WARM_UP_STEPS + job["samples"]):
         began = time.perf_counter()
         outputs = engine.step()
         seconds.append(time.perf_counter() - began)
         assert len(outputs) == job["requests"], "a request ended before the last step"
+    # The engine waits for the first rank's tokens.
+    workers = llm.collective_rpc(step_seconds)[0]
     beside = []
     for number in range(job["beside_samples"]):
         name = f"beside {number}"
@@ -71,8 +105,24 @@ def serve() -> None:
         event="decode",
         prefill_seconds=prefill,
         step_seconds=seconds[WARM_UP_STEPS:],
+        worker_seconds=workers[WARM_UP_STEPS:],
         beside_seconds=beside[1:],
         counters=counters_of(llm),
+    )
+
+
+def milliseconds(seconds: list[float]) -> dict[str, float]:
+    """The least of ``seconds`` and their quartiles, in milliseconds."""
+    numbers = min(seconds), *statistics.quantiles(seconds, n=4)
+    names = ("best", "lower", "median", "upper")
+    return {name: round(n * 1e3, 3) for name, n in zip(names, numbers, strict=True)}
+
+
+def describe(times: dict[str, float]) -> str:
+    """What :func:`milliseconds` says, in words."""
+    return (
+        f"{times['median']:.2f} ms (best {times['best']:.2f}, quartiles {times['lower']:.2f} and "
+        f"{times['upper']:.2f})"
     )
 
 
@@ -94,6 +144,8 @@ def main() -> int:
     beside_samples = 1 + arguments.beside_samples if arguments.beside else 0
     arguments.max_num_seqs = arguments.requests + bool(arguments.beside)
     logs = log_folder(arguments.logs, "decode-engine")
+    if arguments.cpu:
+        use_small_model(arguments, logs / "small")
     # Early requests decode while the others' prompts are computed.
     chunks = -(-arguments.context * arguments.requests // arguments.chunk)
     answer = 2 * chunks + arguments.requests + WARM_UP_STEPS + arguments.samples + 1
@@ -130,7 +182,6 @@ def main() -> int:
                 failed |= mode.startswith("ours")
                 continue
             steps = result["step_seconds"]
-            median = statistics.median(steps)
             rows.append(
                 {
                     "model": model.name,
@@ -141,10 +192,9 @@ def main() -> int:
                     "requests": arguments.requests,
                     "context": arguments.context,
                     "samples": len(steps),
-                    "step_ms": round(median * 1e3, 3),
-                    "best_step_ms": round(min(steps) * 1e3, 3),
-                    "quartiles_ms": [round(q * 1e3, 3) for q in statistics.quantiles(steps, n=4)],
-                    "tok_s": round(arguments.requests / median, 1),
+                    "step_ms": milliseconds(steps),
+                    "worker_ms": milliseconds(result["worker_seconds"]),
+                    "tok_s": round(arguments.requests / statistics.median(steps), 1),
                     "prefill_seconds": round(result["prefill_seconds"], 1),
                 }
             )
@@ -159,9 +209,8 @@ def main() -> int:
                 }
             print(
                 f"{job.name}: {row['requests']} requests of {row['context']:,} tokens: "
-                f"{row['step_ms']:.2f} ms a step (best {row['best_step_ms']:.2f}, quartiles "
-                f"{row['quartiles_ms'][0]:.2f} and {row['quartiles_ms'][2]:.2f}), "
-                f"{row['tok_s']:,.0f} tok/s"
+                f"{describe(row['step_ms'])} a step, {describe(row['worker_ms'])} of it in the "
+                f"workers; {row['tok_s']:,.0f} tok/s"
                 + (f"; beside them {row['beside_tok_s']:,.0f} tok/s" if arguments.beside else ""),
                 flush=True,
             )

@@ -49,7 +49,10 @@ class Machine(TorchReferenceKernels):
 
     @property
     def clock(self):
-        return Clock(lambda call: self.durations(call)[0], lambda call: self.durations(call)[1])
+        def device(call):
+            return self.durations(call)[0]
+
+        return Clock(device, device, lambda call: self.durations(call)[1])
 
     def all_gather(self, received, own, group):
         self.take(received.nbytes // WORLD * (WORLD - 1) * BYTE, COLLECTIVE)

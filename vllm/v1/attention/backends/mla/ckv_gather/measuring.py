@@ -28,8 +28,15 @@ FEW_ROWS, MANY_ROWS, MANY_TOKENS = 16, 2048, 65_536
 """Rows and visible tokens of the smaller and larger batches, or the largest there are: the larger
 ones fill a GPU, and all of it should take about a second."""
 
-REPETITIONS = 3
-"""Calls that a measurement is the mean of. On a host it is made as often, and the least counts."""
+ROUNDS = 3
+"""Times that something is measured; the least counts. What disturbs it makes it longer."""
+
+REPETITIONS = 4
+"""Calls in a row that one time is the mean of."""
+
+LOAD = 16
+"""Such calls where a device has to be under load: so many untimed, then so many timed. It lowers
+its clocks for the densest kernels only when they have run for some milliseconds."""
 
 SLEEP_CYCLES = 20_000_000
 """Cycles that a device sleeps, about 10 ms, while the host launches what is to be timed. A host
@@ -41,12 +48,14 @@ Measure = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True)
 class Clock:
-    """Two durations of a call.
+    """Durations of a call.
 
-    device: its work there. host: launching it.
+    device: its work there. loaded: the same on a device that has been busy, for a call that takes
+    longer there than on the host. host: launching it.
     """
 
     device: Measure
+    loaded: Measure
     host: Measure
 
 
@@ -55,31 +64,40 @@ def device_clock(device: torch.device) -> Clock | None:
     if device.type != "cuda":
         return None
 
+    def between(calls: int, call: Callable[[], object]) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(calls):
+            call()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3 / calls
+
     def on_device(call: Callable[[], object]) -> float:
         # Otherwise small work would take as long as its launches.
         torch.cuda._sleep(SLEEP_CYCLES)
         # Not timed: ranks meet in its collectives, if it has any, and begin together.
         call()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(REPETITIONS):
+        return between(REPETITIONS, call)
+
+    def on_loaded_device(call: Callable[[], object]) -> float:
+        for _ in range(LOAD):
             call()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3 / REPETITIONS
+        return between(LOAD, call)
 
     def on_host(call: Callable[[], object]) -> float:
-        seconds = []
+        call()
+        began = time.perf_counter()
         for _ in range(REPETITIONS):
             call()
-            began = time.perf_counter()
-            for _ in range(REPETITIONS):
-                call()
-            seconds.append((time.perf_counter() - began) / REPETITIONS)
-            torch.cuda.synchronize(device)
-        return min(seconds)
+        seconds = (time.perf_counter() - began) / REPETITIONS
+        torch.cuda.synchronize(device)
+        return seconds
 
-    return Clock(on_device, on_host)
+    def least(measure: Measure) -> Measure:
+        return lambda call: min(measure(call) for _ in range(ROUNDS))
+
+    return Clock(least(on_device), least(on_loaded_device), least(on_host))
 
 
 def agree(rates: Rates) -> Rates:
@@ -112,8 +130,7 @@ class _Measurement:
     def __init__(self, layer: Layer, shapes: LayerShapes, largest: int, clock: Clock) -> None:
         gather = layer.gather
         assert gather.workspace is not None and gather.time_model is not None
-        self.layer, self.shapes, self.clock = layer, shapes, clock.device
-        self.host = clock.host
+        self.layer, self.shapes, self.clock = layer, shapes, clock
         self.gather, self.workspace = gather, gather.workspace
         self.sizes = gather.time_model.bytes
         self.largest = largest
@@ -146,8 +163,8 @@ class _Measurement:
             token=token,
             merged=merged[0],
             merged_row=merged[1],
-            ordinary_host=self.host(self.layer.ordinary(self.few)),
-            gathered_host=self.host(self.layer.gathered(self.few, [pool])),
+            ordinary_host=self.clock.host(self.layer.ordinary(self.few)),
+            gathered_host=self.clock.host(self.layer.gathered(self.few, [pool])),
         )
         self.gather.counters.ckv_bytes = received
         return rates
@@ -181,7 +198,7 @@ class _Measurement:
 
         def all_gather(padded: int) -> float:
             buffer = records[: world * padded]
-            return self.clock(
+            return self.clock.device(
                 lambda: exchange.all_gather_in_place(buffer, padded, communicator, rank)
             )
 
@@ -190,13 +207,13 @@ class _Measurement:
 
     def ordinary(self, batch: EmptyBatch) -> float:
         """Of an ordinary batch, without its collectives."""
-        seconds = self.clock(self.layer.ordinary(batch))
+        seconds = self.clock.device(self.layer.ordinary(batch))
         received = self.sizes.ordinary(batch.num_tokens)
         return seconds - self.sizes.ordinary_collectives * self.collective - received * self.byte
 
     def gathered(self, batch: EmptyBatch, visible: int, window: int | None = None) -> float:
         """Of a batch over ``visible`` tokens in windows of ``window``, without its collectives."""
-        seconds = self.clock(self.layer.gathered(batch, [visible], capacity=window))
+        seconds = self.clock.device(self.layer.gathered(batch, [visible], capacity=window))
         windows = 1 if window is None else visible // window
         received = self.sizes.gathered([visible])
         return seconds - 2 * windows * self.collective - received * self.byte
@@ -228,7 +245,7 @@ class _Measurement:
         def attend(tokens: int) -> float:
             counts = batch.zeros().fill_(tokens)
             given = (query, records, ids, counts, shapes.scale, scratch)
-            return self.clock(lambda: self.layer.kernels.attend(*given))
+            return self.clock.loaded(lambda: self.layer.kernels.attend(*given))
 
         return self._slope(attend, tokens)
 
@@ -240,7 +257,7 @@ class _Measurement:
 
         def select(pools: int) -> float:
             pages, counts = layer.index_cache, batch.zeros().fill_(pools)
-            return self.clock(
+            return self.clock.loaded(
                 lambda: layer.kernels.select_pools(
                     *batch.index_queries(),
                     pages,
