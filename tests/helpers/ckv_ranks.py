@@ -187,7 +187,9 @@ def configuration(sizes: Sizes) -> SimpleNamespace:
         scheduler_config=SimpleNamespace(
             max_num_seqs=sizes.max_num_seqs, max_num_batched_tokens=sizes.max_rows
         ),
-        cache_config=SimpleNamespace(block_size=sizes.page_size, cache_dtype=sizes.record),
+        cache_config=SimpleNamespace(
+            block_size=sizes.page_size, cache_dtype=sizes.record, mamba_cache_mode="none"
+        ),
         compilation_config=SimpleNamespace(static_forward_context={}),
     )
 

@@ -186,6 +186,30 @@ def test_an_early_exchange_has_memory_of_its_own_and_moves_the_context_alone(siz
     assert windows[0][1:] == windows[1][1:] and windows[0][1].windows > 1
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"max_num_batched_tokens": 4096}, "2,304 of 4,096;\n--max-num-batched-tokens 4640 makes"),
+        ({"max_num_batched_tokens": 4640}, None),
+        (
+            {"max_num_batched_tokens": 4640, "speculative_tokens": 3},
+            "4,608 of 4,640, 2,304 beside more than 32 tokens of decodes;\n"
+            "--max-num-batched-tokens 4736 makes that 4,608 beside up to 128 tokens of decodes",
+        ),
+        ({"max_num_batched_tokens": 4096, "tp": 2, "dcp": 2}, "2,176 of 4,096 on average;\n"),
+    ],
+)
+def test_a_budget_that_pages_do_not_fill_is_remarked_on(sizes, changes, said):
+    plan = make(sizes, **changes)
+    page = f"prefix caching cuts chunks at pages of {plan.page_tokens:,} tokens: "
+    text = p.describe(plan)
+    assert (page in text) == (plan.chunks is not None) == (said is not None)
+    if said is not None:
+        assert page + said in text
+    # Without KDA layers there is no state to cache.
+    assert make(replace(sizes, state_layers=0), **changes).chunks is None
+
+
 def test_smaller_records(sizes):
     plan = make(sizes, kv_cache_dtype="nvfp4_ds_mla")
     assert plan.page_tokens == 2304

@@ -28,6 +28,7 @@ from vllm.entrypoints.ckv.output import (
     save_figure,
     size,
 )
+from vllm.v1.attention.backends.mla.ckv_gather import chunks
 from vllm.v1.attention.backends.mla.ckv_gather.byte_model import ByteModel, ordinary_peak_bytes
 from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
     FP8_DS_MLA,
@@ -225,6 +226,7 @@ class Plan:
 
     gpu_assumed: nobody named a GPU and there is none here.
     page_tokens: the page that vLLM chooses, on every rank.
+    chunks: how prefix caching cuts prompts, and a better budget; None: chunks fill the budget.
     limit_tokens: visible tokens that buffers are reserved for, and that one window holds.
     scratch_bytes: the part of ``workspace_bytes`` that b12x takes, or on Hopper FlashMLA.
     kernels: that would serve.
@@ -250,6 +252,7 @@ class Plan:
     dcp_comm_backend: str
     link_gbps: float
     page_tokens: int
+    chunks: str | None
     limit_tokens: int
     capacity_records: int
     workspace_bytes: int
@@ -500,6 +503,11 @@ def make_plan(
         dcp_comm_backend=dcp_comm_backend,
         link_gbps=link,
         page_tokens=page,
+        chunks=(
+            chunks.remark(page, max_num_batched_tokens, max_num_seqs * (1 + speculative_tokens))
+            if sizes.state_layers
+            else None
+        ),
         limit_tokens=limit,
         capacity_records=capacity,
         workspace_bytes=workspace,
@@ -552,6 +560,7 @@ def describe(plan: Plan) -> str:
         f"fewer bytes     {_pays(plan.break_even_bytes, chunk, plan.max_model_len)}",
         f"less time       {_pays(plan.break_even_seconds, chunk, plan.max_model_len)}, "
         f"estimated for {plan.link_gbps:.3g} GB/s",
+        *([] if plan.chunks is None else ["", plan.chunks.replace("; ", ";\n")]),
         "",
         f"a chunk of {chunk:,} tokens in all sparse MLA layers: received by one rank, and how long",
         "their collectives, selection and attention take, which is a part of the prefill:",

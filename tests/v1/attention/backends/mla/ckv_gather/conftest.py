@@ -28,8 +28,11 @@ def configuration(world: int = 2, **changes) -> SimpleNamespace:
         "index_kpool": 4,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 512,
+        "max_num_scheduled_tokens": None,
+        "num_speculative_tokens": 0,
         "block_size": 256,
         "cache_dtype": "fp8_ds_mla",
+        "mamba_cache_mode": "none",
         "kv_transfer_config": None,
         "additional_config": {},
         **changes,
@@ -41,6 +44,7 @@ def configuration(world: int = 2, **changes) -> SimpleNamespace:
     return part(
         "kv_transfer_config",
         "additional_config",
+        "num_speculative_tokens",
         parallel_config=part(
             "decode_context_parallel_size",
             "cp_kv_cache_interleave_size",
@@ -55,8 +59,8 @@ def configuration(world: int = 2, **changes) -> SimpleNamespace:
                 "index_kpool", "index_topk", "num_attention_heads", model_type="glm5_next"
             ),
         ),
-        scheduler_config=part("max_num_seqs", "max_num_batched_tokens"),
-        cache_config=part("block_size", "cache_dtype"),
+        scheduler_config=part("max_num_seqs", "max_num_batched_tokens", "max_num_scheduled_tokens"),
+        cache_config=part("block_size", "cache_dtype", "mamba_cache_mode"),
         compilation_config=SimpleNamespace(static_forward_context={}),
     )
 

@@ -49,6 +49,46 @@ def test_what_only_the_gather_cannot_do_is_allowed_without_it(make_config):
     assert startup.refusals(make_config(1, cp_kv_cache_interleave_size=1), True) == []
 
 
+ALIGNED = {"mamba_cache_mode": "align", "block_size": 2304, "max_num_batched_tokens": 4096}
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"max_num_seqs": 256}, ["2,304 of 4,096; --max-num-batched-tokens 4864", "to 256 tokens"]),
+        ({"num_speculative_tokens": 3}, ["--max-num-batched-tokens 4640", "up to 32 tokens"]),
+        ({"max_num_scheduled_tokens": 4000}, ["of 4,000; --max-num-scheduled-tokens 4616"]),
+        ({"max_num_scheduled_tokens": 4096}, ["of 4,096; --max-num-batched-tokens 4616"]),
+        ({"max_num_batched_tokens": 4616}, None),
+        ({"mamba_cache_mode": "none"}, None),
+        ({"mamba_cache_mode": "all"}, None),
+    ],
+)
+def test_chunks_are_remarked_on_where_pages_cut_them(make_config, changes, parts):
+    remark = startup.chunk_remark(make_config(2, **(ALIGNED | changes)))
+    assert (remark is None) == (parts is None)
+    for part in parts or ():
+        assert part in remark
+
+
+@pytest.mark.parametrize("mode", ["1", "0"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_alone_remarks_on_chunks(make_gather, monkeypatch, mode, rank):
+    """With the gather off too; a configuration without ranks is the first one's."""
+    lines = []
+    monkeypatch.setattr(plan_module.logger, "info", lambda text, *args: lines.append(text % args))
+    gather = make_gather(2, **ALIGNED)
+    gather.vllm_config.parallel_config.rank = rank
+    gather.enabled = gather.enabled and mode == "1"
+    monkeypatch.setattr(plan_module.WorkspacePlan, "reserve", lambda self: torch.device("cpu"))
+    monkeypatch.setattr(plan_module.CkvGather, "reserve_again", lambda self: None)
+    monkeypatch.setattr(plan_module.metrics, "publish", lambda *args: None)
+    gather.reserve(TorchReferenceKernels(), SHAPES)
+    said = [line for line in lines if line.startswith("prefix caching cuts chunks at pages")]
+    assert len(said) == (rank == 0)
+    assert [line for line in lines if line.startswith("full-CKV gather: ")]
+
+
 def test_backend_validation_lists_the_refusals(make_config, monkeypatch):
     from vllm.plugins.b12x_mla_sparse import register
     from vllm.v1.attention.backends.mla import b12x_mla_sparse as module

@@ -401,6 +401,12 @@ class CkvGather:
             return KernelScratch(tuple(attention), tuple(kernels.selection_scratch_shapes()))
 
         self.ordinary_scratch = scratch(None, self.dcp_world_size * shapes.local_heads)
+        parallel = self.vllm_config.parallel_config
+        first_rank = getattr(parallel, "rank", 0) == 0
+        about_chunks = startup.chunk_remark(self.vllm_config)
+        # One rank speaks for the engine, whose scheduler cuts for all.
+        if first_rank and about_chunks is not None:
+            logger.info(about_chunks)
         if not self.enabled:
             self.reserve_again()
             logger.info(
@@ -428,8 +434,7 @@ class CkvGather:
         self.reserve_again()
         self._staging(device)
         self.timer.prepare(device)
-        parallel = self.vllm_config.parallel_config
-        if getattr(parallel, "rank", 0) == 0:
+        if first_rank:
             metrics.publish(self.counters.as_dict, getattr(parallel, "data_parallel_index", 0))
         logger.info(
             "full-CKV gather: on, page %d tokens, capacity %s records/rank, workspace "

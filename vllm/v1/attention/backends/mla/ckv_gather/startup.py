@@ -18,7 +18,7 @@ import torch
 from vllm.distributed import get_dcp_group
 from vllm.logger import init_logger
 
-from vllm.v1.attention.backends.mla.ckv_gather import exchange
+from vllm.v1.attention.backends.mla.ckv_gather import chunks, exchange
 from vllm.v1.attention.backends.mla.ckv_gather.measuring import Clock, agree, measure_rates
 from vllm.v1.attention.backends.mla.ckv_gather.rehearsal import EmptyBatch, Layer, LayerShapes
 
@@ -99,6 +99,22 @@ def why_off(vllm_config: Any, mode: bool | str) -> str | None:
         for what, remedy in obstacles(vllm_config):
             return f"VLLM_B12X_MLA_CKV_GATHER is auto and there is {what}; to gather, {remedy}"
     return None
+
+
+def chunk_remark(vllm_config: Any) -> str | None:
+    """What :func:`.chunks.remark` has to say about this configuration, whose page is final.
+
+    None as well if vLLM does not align chunks to pages: its scheduler asks for the same mode.
+    """
+    cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
+    if cache.mamba_cache_mode != "align":
+        return None
+    budget, flag = scheduler.max_num_batched_tokens, "--max-num-batched-tokens"
+    scheduled = scheduler.max_num_scheduled_tokens
+    if scheduled is not None and scheduled < budget:
+        budget, flag = scheduled, "--max-num-scheduled-tokens"
+    decode_tokens = scheduler.max_num_seqs * (1 + vllm_config.num_speculative_tokens)
+    return chunks.remark(cache.block_size, budget, decode_tokens, flag)
 
 
 def separate_startup_plans(vllm_config: Any, facts: dict[str, Any]) -> None:
