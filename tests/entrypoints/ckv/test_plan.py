@@ -207,7 +207,7 @@ def test_a_budget_that_pages_do_not_fill_is_remarked_on(sizes, changes, said):
     if said is not None:
         assert page + said in text
     # Without KDA layers there is no state to cache.
-    assert make(replace(sizes, state_layers=0), **changes).chunks is None
+    assert make(replace(sizes, state_layers=0), block_size=2304, **changes).chunks is None
 
 
 def test_smaller_records(sizes):

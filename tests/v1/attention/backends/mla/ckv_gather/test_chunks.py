@@ -74,6 +74,11 @@ def test_a_page_above_the_budget_leaves_a_rest_and_one_below_leaves_room():
     assert cut(4352, 4352, 1, 2) == [0]
 
 
+@pytest.mark.parametrize("page", [256, 2304])
+def test_decodes_that_take_everything_leave_nothing(page):
+    assert chunks.average_chunk(page, 512, 512) == chunks.average_chunk(page, 512, 600) == 0
+
+
 SIZES = {
     "page": st.integers(1, 40).map(lambda n: 256 * n),
     "left": st.integers(16, 20_000),
@@ -86,6 +91,7 @@ SIZES = {
 @example(page=2304, left=4608, decode_tokens=0)
 @example(page=2304, left=600, decode_tokens=1024)
 @example(page=1280, left=600, decode_tokens=1024)
+@example(page=1280, left=600, decode_tokens=660)
 @example(page=4352, left=4352 - 256, decode_tokens=256)
 @example(page=8704, left=4096, decode_tokens=0)
 def test_the_better_budget_is_the_least_that_chunks_fill(page, left, decode_tokens):
@@ -96,12 +102,12 @@ def test_the_better_budget_is_the_least_that_chunks_fill(page, left, decode_toke
     mean = chunks.average_chunk(page, better, decode_tokens)
     assert ceil(mean) == better - decode_tokens
     assert chunks.remark(page, better, decode_tokens) is None
-    # Fewer decodes leave chunks no smaller, a smaller budget does.
+    # Fewer decodes leave chunks no smaller, a smaller budget does, and leaves some of it empty.
     for fewer in (0, decode_tokens // 2):
         assert chunks.average_chunk(page, better, fewer) >= mean
-    for less in {budget, (budget + better) // 2, better - 1} - {better}:
-        if less >= budget:
-            assert chunks.average_chunk(page, less, decode_tokens) < mean
+    for less in range(budget, better):
+        chunk = chunks.average_chunk(page, less, decode_tokens)
+        assert chunk < mean and ceil(chunk) < less - decode_tokens
 
 
 @pytest.mark.parametrize(

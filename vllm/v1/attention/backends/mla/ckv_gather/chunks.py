@@ -35,7 +35,9 @@ def filled_budget(page: int, budget: int, decode_tokens: int) -> int:
     """The least budget, from ``budget`` up, whose chunks fill what ``decode_tokens`` leave."""
     left = max(budget - decode_tokens, 1)
     if budget < page:
-        part = -(-page // (page // left)) + decode_tokens
+        # The most parts of at least so many tokens.
+        parts = (page - 1) // max(left - 1, 1)
+        part = -(-page // parts) + decode_tokens
         # A budget that holds a page has no parts of one: it needs room for a whole one.
         if part < page:
             return part
