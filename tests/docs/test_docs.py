@@ -110,6 +110,28 @@ def test_every_serve_command_is_accepted_by_vllm():
     serve_parses(lines)
 
 
+def test_chunks_fill_the_budgets_of_serve_commands():
+    """With prefix caching, which vLLM turns on by itself."""
+    from vllm.entrypoints.ckv.plan import read_model, vllm_page_size
+    from vllm.v1.attention.backends.mla.ckv_gather import chunks
+
+    sizes, found = read_model(MODEL), 0
+    lines = [p.values[0] for p in COMMANDS if p.values[0][:2] == ["vllm", "serve"]]
+    for line in lines:
+        if "--max-num-batched-tokens" not in line:
+            continue
+        tp, seqs, budget = (
+            int(line[line.index(flag) + 1])
+            for flag in ("--tensor-parallel-size", "--max-num-seqs", "--max-num-batched-tokens")
+        )
+        for family in (90, 120):
+            page = vllm_page_size(sizes, tp=tp, family=family)
+            assert chunks.remark(page, budget, seqs) is None
+            assert chunks.filled_budget(page, budget, seqs) == budget
+        found += 1
+    assert found
+
+
 @pytest.mark.parametrize(
     "words",
     [p.values[0] for p in COMMANDS if p.values[0][:2] == ["vllm-ckv", "plan"]],
