@@ -331,6 +331,41 @@ def b12x_scratch(
     ]
 
 
+def layer_model(
+    sizes: ModelSizes,
+    gpu: Gpu,
+    *,
+    tp: int,
+    dcp: int,
+    link_gbps: float,
+    interleave: int = 4,
+    record: RecordFormat = FP8_DS_MLA,
+    dcp_comm_backend: str = "ag_rs",
+) -> TimeModel:
+    """One sparse MLA layer of ``sizes`` on one of ``tp`` GPUs, with the rates of a known ``gpu``.
+
+    link_gbps: GB/s that a rank receives in an all-gather.
+    """
+    model = ByteModel(
+        dcp_world_size=dcp,
+        interleave=interleave,
+        pool_size=sizes.pool_size,
+        record_bytes=record.record_bytes,
+        local_heads=sizes.heads // tp,
+        pool_topk=sizes.index_topk // sizes.pool_size,
+        a2a=dcp_comm_backend == "a2a",
+    )
+    rates = known_rates(
+        gpu,
+        local_heads=sizes.heads // tp,
+        index_heads=sizes.index_heads,
+        world=dcp,
+        pool_size=sizes.pool_size,
+        link_gbps=link_gbps,
+    )
+    return TimeModel(model, rates)
+
+
 def make_plan(
     sizes: ModelSizes,
     gpu: Gpu,
@@ -427,8 +462,8 @@ def make_plan(
         elif scratch:
             gathered, ordinary = scratch
             kernels, held = "b12x", ordinary.num_bytes
-    topk = sizes.index_topk // sizes.pool_size
-    selection = (max_num_batched_tokens, topk) if shard_selection else (0, 0)
+    shared = (max_num_batched_tokens, sizes.index_topk // sizes.pool_size)
+    selection = shared if shard_selection else (0, 0)
     sized = partial(
         WorkspacePlan.from_geometry,
         geometry,
@@ -443,25 +478,15 @@ def make_plan(
     block = block_bytes(sizes, page, record)
     # Scratch of ordinary batches is there with the gather off too.
     more = workspace + staging - ordinary.num_bytes
-    model = ByteModel(
-        dcp_world_size=dcp,
+    times = layer_model(
+        sizes,
+        gpu,
+        tp=tp,
+        dcp=dcp,
+        link_gbps=link,
         interleave=interleave,
-        pool_size=sizes.pool_size,
-        record_bytes=record.record_bytes,
-        local_heads=local_heads,
-        pool_topk=topk,
-        a2a=dcp_comm_backend == "a2a",
-    )
-    times = TimeModel(
-        model,
-        known_rates(
-            gpu,
-            local_heads=local_heads,
-            index_heads=sizes.index_heads,
-            world=dcp,
-            pool_size=sizes.pool_size,
-            link_gbps=link,
-        ),
+        record=record,
+        dcp_comm_backend=dcp_comm_backend,
     )
     chunk = min(max_num_batched_tokens, max_model_len)
     layers = sizes.attention_layers
@@ -518,7 +543,7 @@ def make_plan(
         ordinary_peak_bytes=ordinary_peak_bytes(chunk, local_heads * dcp),
         kv_block_bytes=block,
         kv_tokens_given_up=-(-more // block) * page * dcp,
-        break_even_bytes=model.break_even(chunk),
+        break_even_bytes=times.bytes.break_even(chunk),
         break_even_seconds=times.break_even(chunk, spans),
         rows=[row(context) for context in contexts],
     )
