@@ -46,6 +46,15 @@ def test_a_dry_run_prints_commands_that_their_programs_accept(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
+    ("variables", "ranks"),
+    [({}, (2, 2)), ({"TP": "4"}, (4, 4)), ({"TP": "4", "DCP": "2"}, (4, 2))],
+)
+def test_every_command_has_the_ranks_that_were_asked_for(variables, ranks):
+    for line in run("--dry-run", **variables).stdout.splitlines():
+        assert "--tp {} --dcp {} ".format(*ranks) in line
+
+
+@pytest.mark.parametrize(
     ("words", "text"),
     [
         (("a", "b"), "usage"),
@@ -61,6 +70,13 @@ def test_what_cannot_run_is_refused_in_words(tmp_path, words, text):
     result = run(*words, BIN=str(tmp_path), OUT=str(tmp_path / "out"))
     assert result.returncode == 2 and text in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_every_rank_needs_a_gpu(tmp_path):
+    (tmp_path / "python").write_text("#!/bin/bash\necho 3\n")
+    (tmp_path / "python").chmod(0o755)
+    result = run(BIN=str(tmp_path), OUT=str(tmp_path / "out"), TP="4", DCP="2")
+    assert result.returncode == 2 and "needs 4 GPUs, found 3" in result.stderr
 
 
 @pytest.fixture(scope="module")
