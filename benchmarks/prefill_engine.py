@@ -191,7 +191,7 @@ def add_engine_options(
     parser.add_argument(
         "--environment", type=json_object, default={}, help="JSON: further variables of ours_ckv"
     )
-    parser.add_argument("--cpu", action="store_true", help="the reference platform")
+    parser.add_argument("--cpu", action="store_true", help="the reference platform, a small model")
     parser.add_argument("--out", type=Path, help="write the rows here as JSON, after every engine")
     parser.add_argument("--logs", type=Path, help="keep the engines' logs here")
 
@@ -207,6 +207,8 @@ def main() -> int:
     parser.add_argument("--layer-times", nargs=2, metavar=("LENGTH", "FILE"))
     arguments = parser.parse_args()
     logs = log_folder(arguments.logs, "prefill-engine")
+    if arguments.cpu:
+        use_small_model(arguments, logs / "small")
     rows: list[Row] = []
     layer_times: list[dict[str, Any]] = []
     failed = False
