@@ -372,6 +372,14 @@ def test_sizes_that_do_not_go_together_say_what_to_do(sizes, changes, words):
     assert words in str(error.value)
 
 
+def test_the_longest_context_may_be_shorter_than_a_window(sizes):
+    plan = make(sizes, max_model_len=8192, max_num_batched_tokens=4096)
+    # A page of 2,304 tokens on each of four ranks.
+    assert plan.dcp * plan.page_tokens > plan.limit_tokens == 8192
+    assert [(row.context_tokens, row.windows) for row in plan.rows] == [(4096, 1), (8192, 1)]
+    assert plan.break_even_seconds > 8192
+
+
 def test_a_length_of_nothing_is_not_the_models(capsys):
     assert cli.main(["plan", str(MODEL), "--max-model-len", "0"]) == 2
     assert "--max-model-len 0 is not possible: give at least 1" in capsys.readouterr().out

@@ -493,7 +493,10 @@ def make_plan(
 
     def spans(context: int) -> list[Span]:
         granule = geometry.window_granule
-        return plan_spans([context], [chunk], capacity=limit, granule=granule, num_rows=chunk)
+        # Less than a window is reserved where no context is longer; the search for the end of the
+        # gain passes that all the same.
+        window = max(limit, granule)
+        return plan_spans([context], [chunk], capacity=window, granule=granule, num_rows=chunk)
 
     def row(context: int) -> ContextRow:
         cut = spans(context)
