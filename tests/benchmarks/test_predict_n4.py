@@ -26,6 +26,34 @@ def test_bytes_and_memory_of_the_file_are_those_of_the_code(module):
             assert (row["ckv_bytes"], row["dcp_bytes"]) == (now.ckv_bytes, now.dcp_bytes)
 
 
+def test_the_tables_are_those_of_the_file():
+    document = json.loads((RESULTS / "prediction_h200x4.json").read_text())
+    text = (RESULTS / "README.md").read_text()
+    tables = text[text.index("## Prediction for four GPUs") :].split("\n## ")[0]
+    rows = [{c.strip() for c in line.split("|")} for line in tables.splitlines() if "|" in line]
+    for group in document["groups"]:
+        for prompt in group["prompts"]:
+            length = f"{prompt['prompt_tokens']:,}"
+            cells = {f"{prompt[name]:,}" for name in ("ckv_bytes", "dcp_bytes")}
+            assert any(cells < row and length in row for row in rows)
+            cells = {
+                f"{prompt[f'{path}_us']:,.0f} ({prompt[f'{path}_exchange_us']:,.0f})"
+                for path in ("ckv", "dcp")
+            }
+            cells.add(f"{prompt['no_dcp_us']:,.0f}")
+            assert any(cells < row and length in row for row in rows)
+        for name, value in group["memory"].items():
+            assert f"{value:,}" in tables or name == "kv_block_bytes"
+        halved, experts = (row for row in group["throughput"] if row["prompt_tokens"] == 32_320)
+        for name in ("ckv_to_dcp", "ckv_to_no_dcp"):
+            cells = {f"{row[name]:.2f}" for row in (halved, experts)}
+            assert any(cells < row and f"DCP{group['dcp']}" in " ".join(row) for row in rows)
+    for row in document["two_gpus"]:
+        for kind in ("predicted", "measured"):
+            ratios = {f"{row[kind][name]:.3f}" for name in ("ckv_to_dcp", "ckv_to_no_dcp")}
+            assert any({f"{row[kind]['ckv']:,.0f}"} | ratios < cells for cells in rows)
+
+
 def test_the_first_chunk_by_hand(module):
     """4,096 tokens on four ranks: the records and keys of three others; queries, outputs with their
     log-sum-exps, and candidates."""
