@@ -147,7 +147,7 @@ def measure(worker: Any, batches: list[tuple[list[int], list[int]]]) -> dict[str
     # Behind the gates, which ask for a step's decision.
     layer = Layer(gather, impl.kernels, device, manager.query_gather.inner, manager.combine.inner)
     seconds = partial(mean_seconds, device)
-    clock = device_clock(device) or Clock(seconds, seconds, seconds)
+    clock = device_clock(device) or Clock(seconds, seconds)
     # As the engine's workspace was made.
     with torch.inference_mode():
         if gather.time_model.rates is None:

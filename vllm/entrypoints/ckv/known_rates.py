@@ -100,14 +100,15 @@ def known_rates(
     arithmetic = base.fp8_tflops / gpu.fp8_tflops
     copies = base.memory_gbps / gpu.memory_gbps
     flashmla = gpu.family == 90 and local_heads <= 128
-    per_token = arithmetic * US / (ROWS * WIDTH)
 
-    def attention(heads: int, *, gathered: bool) -> float:
+    def attention(heads: int, *, gathered: bool) -> Curve:
         if gpu.family == 120:  # b12x has one kernel for both paths; taken to be as good as FlashMLA
-            return heads / FLASHMLA_HEADS * FLASHMLA_US * per_token
-        if flashmla and gathered:
-            return -(-heads // FLASHMLA_HEADS) * FLASHMLA_US * per_token
-        return (TRITON_US + heads * TRITON_HEAD_US) * per_token
+            us = heads / FLASHMLA_HEADS * FLASHMLA_US
+        elif flashmla and gathered:
+            us = -(-heads // FLASHMLA_HEADS) * FLASHMLA_US
+        else:
+            us = TRITON_US + heads * TRITON_HEAD_US
+        return ((0, 0.0), (WIDTH, us * arithmetic * US / ROWS))
 
     def rows(*names: str) -> float:
         return sum(ROW_US[name] for name in names) * US / ROWS

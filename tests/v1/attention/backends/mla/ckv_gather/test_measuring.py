@@ -49,10 +49,7 @@ class Machine(TorchReferenceKernels):
 
     @property
     def clock(self):
-        def device(call):
-            return self.durations(call)[0]
-
-        return Clock(device, device, lambda call: self.durations(call)[1])
+        return Clock(lambda call: self.durations(call)[0], lambda call: self.durations(call)[1])
 
     def all_gather(self, received, own, group):
         self.take(received.nbytes // WORLD * (WORLD - 1) * BYTE, COLLECTIVE)
@@ -155,8 +152,13 @@ def test_rates_are_the_machines(machine):
     about = lambda value: pytest.approx(value, rel=0.01)  # noqa: E731
     assert (rates.collective, rates.byte) == (about(COLLECTIVE), about(BYTE))
     assert rates.pair == about(PAIR)
-    assert rates.own_heads == about(HEADS * OWN_HEAD)
-    assert rates.all_heads == about(WORLD * HEADS * PAGED_HEAD)
+    width = SHAPES.width
+    for curve, most, token in (
+        (rates.own_heads, width, HEADS * OWN_HEAD),
+        (rates.all_heads, width // WORLD, WORLD * HEADS * PAGED_HEAD),
+    ):
+        assert [tokens for tokens, _ in curve] == [0, -(-most // 4), most]
+        assert [s for _, s in curve] == [about(tokens * token) for tokens, _ in curve]
     all_heads_row = SELECT_ROW + MERGE + 3 * COPY + WORLD * HEADS * HEAD_ROW
     own_heads_row = SELECT_ROW + COPY + HEADS * HEAD_ROW
     assert [rows for rows, _ in rates.ordinary] == [16, 64, SHAPES.num_tokens]
@@ -246,7 +248,11 @@ def test_what_is_timed_differs_from_row_to_row(machine):
     batch = SeeingBatch.of(SHAPES, CPU, (100,), (30,), POOL)
     queries, weights = batch.index_queries()
     assert queries.float().isfinite().all() and batch.index_queries()[0] is queries
-    keys = layer.index_cache.flatten()[: 64 * 128].view(64, 128)
+    # All pages of pools, keys in front of their scales, and a table has all of them.
+    pages = layer.index_cache.flatten(1)
+    assert len(pages) == min(layer.gather.max_pages, 64) > 1
+    assert set(layer.index_table(1, 100)[0].tolist()) == set(range(len(pages)))
+    keys = pages[:, : 64 * 128].reshape(-1, 128)
     for values in (queries.view(torch.uint8).flatten(1), weights, keys, batch.query().flatten(1)):
         assert len({tuple(row) for row in values.tolist()}) == len(values)
     assert len({tuple(row) for row in layer.cache[0].tolist()}) == layer.cache.shape[1]

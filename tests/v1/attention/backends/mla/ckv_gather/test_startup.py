@@ -7,6 +7,7 @@ import tempfile
 from dataclasses import asdict, fields
 from types import SimpleNamespace
 
+import ckv_rates
 import pytest
 import torch
 import torch.distributed as dist
@@ -315,7 +316,9 @@ def start(rank: int, world: int, changes: dict | None = None, *, clock: bool = F
         call()
         return float(len(kernels.calls) - before)
 
-    startup.run_everything_once(*layer, measuring.Clock(*[count_operations] * 3) if clock else None)
+    startup.run_everything_once(
+        *layer, measuring.Clock(count_operations, count_operations) if clock else None
+    )
     again = gather.freeze(kernels)
     gather.reserve_again()
     return {
@@ -426,9 +429,11 @@ def test_the_first_run_measures_what_auto_decides_by():
         assert result["same_bytes"] and result["counters"]["ckv_bytes"] == 0
         assert result["rates"] == ranks[0]["rates"]
         rates = asdict(result["rates"])
-        curves = {name: [s for _, s in rates.pop(name)] for name in ("ordinary", "gathered")}
+        curves = {name: {s for _, s in rates.pop(name)} for name in ckv_rates.CURVES}
         # Of any number of rows: a row, a token, a byte cost no operation, a merged window one.
-        assert curves == {"ordinary": [5.0], "gathered": [6.0]}
+        assert curves == {
+            "ordinary": {5.0}, "gathered": {6.0}, "own_heads": {0.0}, "all_heads": {0.0}
+        }  # fmt: skip
         hosts = rates.pop("ordinary_host"), rates.pop("gathered_host")
         assert hosts == (5.0, 6.0)
         assert {name: s for name, s in rates.items() if s} == {"merged": 1.0}

@@ -52,12 +52,23 @@ def test_each_rate_counts_what_it_says():
     assert costs("collective") == (4, 2)
     assert costs("byte") == (SIZES.ordinary(527), SIZES.gathered(LENGTHS))
     assert costs("pair") == (pairs / 4, pairs)
-    assert costs("own_heads") == (0, tokens)
-    assert costs("all_heads") == (tokens / 4, 0)
+    assert costs("own_heads", value=EACH) == (0, tokens)
+    assert costs("all_heads", value=EACH) == (tokens / 4, 0)
     assert costs("ordinary", value=ONE) == (1, 0) and costs("gathered", value=ONE) == (0, 1)
     assert costs("ordinary", value=EACH) == (527, 0) and costs("gathered", value=EACH) == (0, 527)
     assert costs("token") == (0, 3107)
     assert costs("merged") == costs("merged_row") == (0, 0)
+
+
+def test_attention_is_interpolated_over_the_tokens_of_a_row():
+    """The first 8 of its 35 tokens take three times as long as others; ranks own a quarter."""
+    seen = [n for end, rows in zip(LENGTHS, QUERIES, strict=True)
+            for n in range(end - rows + 1, end + 1)]  # fmt: skip
+    curve = ((0, 0.0), (8, 24.0), (20, 36.0))
+    seconds = [at(curve, min(n, 35)) for n in seen]
+    assert costs("own_heads", value=curve) == (0, pytest.approx(sum(seconds)))
+    own = ((0, 0.0), (2, 24.0), (5, 36.0))
+    assert costs("all_heads", value=own) == (pytest.approx(sum(seconds)), 0)
 
 
 def test_a_small_batch_takes_as_long_as_its_launches():
@@ -111,9 +122,9 @@ def shares(lengths=(8000,), queries=(100,), capacity=10_000, **rates):
     return TimeModel(SIZES, made).selection_shares(lengths, queries, spans)
 
 
-def test_shares_where_the_pairs_saved_take_longer_than_the_exchange():
+def test_shares_where_the_pairs_saved_take_twice_as_long_as_the_exchange():
     pairs = TimeModel(SIZES).pairs([8000], [100])
-    saved, received = pairs * 3 / 4, 3 * 25 * 8 * 4
+    saved, received = pairs * 3 / 4 / 2, 3 * 25 * 8 * 4
     assert shares(pair=1.0, collective=saved * 0.999) == 4
     assert shares(pair=1.0, collective=saved * 1.001) == 1
     assert shares(pair=1.0, byte=saved / received * 0.999) == 4
@@ -121,8 +132,8 @@ def test_shares_where_the_pairs_saved_take_longer_than_the_exchange():
     # Every span has an exchange of its own.
     halves = {"lengths": (4000, 4000), "queries": (50, 50), "capacity": 4000}
     pairs = 2 * TimeModel(SIZES).pairs([4000], [50])
-    assert shares(**halves, pair=1.0, collective=pairs * 3 / 8 * 0.999) == 4
-    assert shares(**halves, pair=1.0, collective=pairs * 3 / 8 * 1.001) == 1
+    assert shares(**halves, pair=1.0, collective=pairs * 3 / 16 * 0.999) == 4
+    assert shares(**halves, pair=1.0, collective=pairs * 3 / 16 * 1.001) == 1
 
 
 def test_without_rates_the_constants_decide():

@@ -34,13 +34,9 @@ ROUNDS = 3
 REPETITIONS = 4
 """Calls in a row that one time is the mean of."""
 
-LOAD = 16
-"""Such calls where a device has to be under load: so many untimed, then so many timed. It lowers
-its clocks for the densest kernels only when they have run for some milliseconds."""
-
 SLEEP_CYCLES = 20_000_000
-"""Cycles that a device sleeps, about 10 ms, while the host launches what is to be timed. A host
-that takes longer than that is measured with the device."""
+"""Cycles that a device sleeps at first, about 10 ms, while the host launches what is to be timed.
+Twice as many in the next round if that was not enough, and the device waited for the host."""
 
 Measure = Callable[[Callable[[], object]], float]
 """Seconds that a call takes. It may make the call several times, equally often on every rank."""
@@ -48,14 +44,12 @@ Measure = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True)
 class Clock:
-    """Durations of a call.
+    """Two durations of a call.
 
-    device: its work there. loaded: the same on a device that has been busy, for a call that takes
-    longer there than on the host. host: launching it.
+    device: its work there. host: launching it.
     """
 
     device: Measure
-    loaded: Measure
     host: Measure
 
 
@@ -63,27 +57,23 @@ def device_clock(device: torch.device) -> Clock | None:
     """The clock for work on ``device``; None where there is nothing to learn."""
     if device.type != "cuda":
         return None
-
-    def between(calls: int, call: Callable[[], object]) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(calls):
-            call()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3 / calls
+    cycles = SLEEP_CYCLES
 
     def on_device(call: Callable[[], object]) -> float:
+        nonlocal cycles
         # Otherwise small work would take as long as its launches.
-        torch.cuda._sleep(SLEEP_CYCLES)
+        torch.cuda._sleep(cycles)
         # Not timed: ranks meet in its collectives, if it has any, and begin together.
         call()
-        return between(REPETITIONS, call)
-
-    def on_loaded_device(call: Callable[[], object]) -> float:
-        for _ in range(LOAD):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(REPETITIONS):
             call()
-        return between(LOAD, call)
+        end.record()
+        if begin.query():
+            cycles = min(2 * cycles, 16 * SLEEP_CYCLES)
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3 / REPETITIONS
 
     def on_host(call: Callable[[], object]) -> float:
         call()
@@ -97,7 +87,7 @@ def device_clock(device: torch.device) -> Clock | None:
     def least(measure: Measure) -> Measure:
         return lambda call: min(measure(call) for _ in range(ROUNDS))
 
-    return Clock(least(on_device), least(on_loaded_device), least(on_host))
+    return Clock(least(on_device), least(on_host))
 
 
 def agree(rates: Rates) -> Rates:
@@ -218,8 +208,8 @@ class _Measurement:
         received = self.sizes.gathered([visible])
         return seconds - 2 * windows * self.collective - received * self.byte
 
-    def attention(self) -> tuple[float, float]:
-        """Of a row's attention to a token: own heads to gathered records, all heads to a cache."""
+    def attention(self) -> tuple[Curve, Curve]:
+        """Of a row's attention to tokens: own heads to gathered records, all heads to a cache."""
         (records, scratch), world = self.records(), self.gather.dcp_world_size
         # What was there before may be no number, with which nothing is slower, but a test may fail.
         records.zero_()
@@ -236,7 +226,7 @@ class _Measurement:
         records: torch.Tensor,
         tokens: int,
         scratch: tuple[torch.Tensor, ...],
-    ) -> float:
+    ) -> Curve:
         batch, shapes = self.many, self.shapes
         query = batch.zeros(heads, LATENT_DIM, dtype=torch.bfloat16)
         # From all over, as a selection has them, which caches of the device serve worst.
@@ -245,19 +235,24 @@ class _Measurement:
         def attend(tokens: int) -> float:
             counts = batch.zeros().fill_(tokens)
             given = (query, records, ids, counts, shapes.scale, scratch)
-            return self.clock.loaded(lambda: self.layer.kernels.attend(*given))
+            return self.clock.device(lambda: self.layer.kernels.attend(*given))
 
-        return self._slope(attend, tokens)
+        # The first tokens take longer than further ones: FlashMLA skips rows without any.
+        nothing, seconds, curve = attend(0), 0.0, [(0, 0.0)]
+        for number in sorted({-(-tokens // 4), tokens}):
+            seconds = max(seconds, (attend(number) - nothing) / batch.num_tokens)
+            curve.append((number, seconds))
+        return tuple(curve)
 
     def scoring(self) -> float:
-        """Of a row's score of a pool."""
+        """Of a row's score of a pool: between a quarter of the most pools and all of them."""
         batch, layer = self.many, self.layer
-        table = layer.table(1, self.gather.max_pages)
+        table = layer.index_table(1, self.gather.max_pages)
         scratch = self.gather.ordinary_scratch.borrow_selection()
 
         def select(pools: int) -> float:
             pages, counts = layer.index_cache, batch.zeros().fill_(pools)
-            return self.clock.loaded(
+            return self.clock.device(
                 lambda: layer.kernels.select_pools(
                     *batch.index_queries(),
                     pages,
@@ -269,12 +264,9 @@ class _Measurement:
                 )
             )
 
-        return self._slope(select, self.tokens // self.gather.pool_size)
-
-    def _slope(self, seconds_of: Callable[[int], float], most: int) -> float:
-        """Of each unit of each row, between a quarter of ``most`` units and all of them."""
-        rows, part = self.many.num_tokens, -(-most // 4)
-        return line(rows * part, seconds_of(part), rows * most, seconds_of(most))[1]
+        most = self.tokens // self.gather.pool_size
+        rows, part = batch.num_tokens, -(-most // 4)
+        return line(rows * part, select(part), rows * most, select(most))[1]
 
     def merging(self, window: Curve, token: float) -> tuple[float, float]:
         """Of a window that is not its span's first, and of a row in it, beside the arguments."""

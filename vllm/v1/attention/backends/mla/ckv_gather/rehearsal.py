@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backends.mla.sparse_mla_kernels import SparseMLAKernels
 
 
+INDEX_PAGES = 64
+"""Different pages of pools: 4,096 pools, so that no more than eight of 32,768 score alike."""
+
+
 @dataclass(frozen=True)
 class LayerShapes:
     """The largest shapes of one layer.
@@ -184,9 +188,10 @@ class SeeingBatch(KeptBatch):
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's two paths over caches of a single page, as calls that can be repeated.
+    """One layer's two paths over small caches, as calls that can be repeated.
 
-    A batch's tables name that page everywhere: what is read does not matter, only how much.
+    A batch's tables name their pages everywhere: what is read does not matter, only how much. But
+    equal scores take a selection longer, so pools repeat seldom; of records there is one page.
     query_gather, combine: the layer's DCP callables, None without DCP.
     """
 
@@ -209,11 +214,13 @@ class Layer:
 
     @cached_property
     def index_cache(self) -> torch.Tensor:
-        """(1, 64, 132) uint8. Random pools."""
+        """(pages, 64, 132) uint8. Random pools."""
         device, pool_size = self.device, self.gather.pool_size
-        shape = (1, POOLS_PER_INDEX_PAGE, INDEX_RECORD_BYTES)
-        cache = torch.zeros(shape, dtype=torch.uint8, device=device)
-        tokens = torch.arange(POOLS_PER_INDEX_PAGE * pool_size, device=device)
+        pages = min(self.gather.max_pages, INDEX_PAGES)
+        cache = torch.zeros(
+            (pages, POOLS_PER_INDEX_PAGE, INDEX_RECORD_BYTES), dtype=torch.uint8, device=device
+        )
+        tokens = torch.arange(pages * POOLS_PER_INDEX_PAGE * pool_size, device=device)
         keys, gate = torch.randn(
             (2, len(tokens), INDEX_DIM), dtype=torch.bfloat16, device=device
         ).unbind()
@@ -234,6 +241,11 @@ class Layer:
     def table(self, num_requests: int, pages: int) -> torch.Tensor:
         """(num_requests, pages) int32."""
         return torch.zeros((num_requests, pages), dtype=torch.int32, device=self.device)
+
+    def index_table(self, num_requests: int, pages: int) -> torch.Tensor:
+        """(num_requests, pages) int32. The pages of :attr:`index_cache` in turn."""
+        numbers = torch.arange(pages, dtype=torch.int32, device=self.device)
+        return (numbers % self.index_cache.shape[0]).repeat(num_requests, 1)
 
     def write(self, batch: EmptyBatch) -> None:
         """Write no record and no pool."""
@@ -257,7 +269,9 @@ class Layer:
         """The ordinary path of ``batch``; every rank takes the tokens of rank 0 for its own."""
         gather, kernels, device = self.gather, self.kernels, self.device
         geometry, shapes, world = gather.geometry.get(), batch.shapes, gather.dcp_world_size
-        table = self.table(num_requests, gather.max_pages)
+        table, index_table = (
+            make(num_requests, gather.max_pages) for make in (self.table, self.index_table)
+        )
         req_id, own_pools = batch.req_id(), batch.pool_counts()
         if world > 1:
             own_pools = gather.pool_ownership.local_lengths(own_pools, 0)
@@ -268,7 +282,7 @@ class Layer:
             pool_ids, scores = kernels.select_pools(
                 *batch.index_queries(),
                 self.index_cache,
-                table,
+                index_table,
                 req_id,
                 own_pools,
                 shapes.pool_topk,
@@ -327,7 +341,8 @@ class Layer:
         own = own_lengths(lengths, seen, spans) if early else ()
         plan = gather.layout_batch(lengths, spans, self.device, selection_shares, own)
         records = max(lengths) // gather.dcp_world_size + gather.geometry.get().interleave
-        table = self.table(len(lengths), records // POOLS_PER_INDEX_PAGE + 1)
+        pages = records // POOLS_PER_INDEX_PAGE + 1
+        table, index_table = (make(len(lengths), pages) for make in (self.table, self.index_table))
         req_id, pool_counts = batch.req_id(), batch.pool_counts()
 
         def beside() -> None:
@@ -340,7 +355,7 @@ class Layer:
                 kernels,
                 IndexQueries(
                     self.index_cache,
-                    table,
+                    index_table,
                     *batch.index_queries(),
                     req_id,
                     pool_counts,

@@ -19,8 +19,9 @@ window, and one for every span whose selection is shared out.
 A small batch takes as long as the host takes to launch it, whatever its sizes: the path's time is
 the longer of the two.
 
-Kernels of rows are interpolated, because they choose other ways for few and for many. Every other
-term is linear in the sizes of a batch. The coefficients (:class:`Rates`) are measured at start or,
+Kernels of rows are interpolated, because they choose other ways for few and for many, and so is a
+row's attention over its tokens, of which the first take longer. Every other term is linear in the
+sizes of a batch. The coefficients (:class:`Rates`) are measured at start or,
 for ``vllm-ckv plan``, known from elsewhere. Where there are none, bytes decide. What both paths
 have in common, writing records and pools for example, is left out.
 """
@@ -30,6 +31,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.attention.backends.mla.ckv_gather.byte_model import (
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
 
 
 Curve = tuple[tuple[int, float], ...]
-"""Seconds of some numbers of rows, the least first; none: nothing takes time."""
+"""Seconds of some numbers of rows or tokens, the least first; none: nothing takes time."""
 
 
 def at(curve: Curve, rows: int) -> float:
@@ -71,10 +73,10 @@ class Rates:
     """A byte that a collective brings."""
     pair: float
     """A row's score of one pool."""
-    own_heads: float
-    """A row's attention to one gathered token, heads of this rank."""
-    all_heads: float
-    """A row's attention to one token of the own cache, heads of all ranks."""
+    own_heads: Curve
+    """Gathered tokens that a row attends to, heads of this rank. It begins at none, with 0."""
+    all_heads: Curve
+    """Tokens of the own cache, heads of all ranks. It begins at none, with 0."""
     ordinary: Curve
     """Rows of the ordinary path: choosing and merging candidates, reading queries, combining
     outputs."""
@@ -182,7 +184,6 @@ class TimeModel:
         if rates is None:
             return Costs(gathered_bytes, ordinary_bytes)
         pairs = self.pairs(lengths, queries)
-        tokens = self._selected(lengths, queries)
         firsts = [span.num_rows for span in spans]
         others = [
             span.rows.stop - span.rows_from(begin).start
@@ -195,7 +196,7 @@ class TimeModel:
             + gathered_bytes * rates.byte
             + sum(at(rates.gathered, seen) for seen in firsts + others)
             + pairs / shares * rates.pair
-            + tokens * rates.own_heads
+            + self._attention(rates.own_heads, lengths, queries, 1)
             + sum(lengths) * rates.token
             + len(others) * rates.merged
             + sum(others) * rates.merged_row
@@ -205,7 +206,7 @@ class TimeModel:
             ordinary_bytes * rates.byte
             + at(rates.ordinary, rows)
             + pairs / world * rates.pair
-            + tokens / world * rates.all_heads
+            + self._attention(rates.all_heads, lengths, queries, world)
         )
         gathered = max(gathered, windows * rates.gathered_host)
         if beside_decodes:
@@ -223,17 +224,33 @@ class TimeModel:
             for length, rows in zip(lengths, queries, strict=True)
         )
 
-    def _selected(self, lengths: Sequence[int], queries: Sequence[int]) -> int:
+    def _attention(
+        self, curve: Curve, lengths: Sequence[int], queries: Sequence[int], world: int
+    ) -> float:
+        """Seconds of all rows, each of which selects what it sees, at most a selection's width.
+
+        curve: seconds of a row by the tokens of one rank of ``world``, which own equal parts.
+        """
         width = (self.bytes.pool_topk + 1) * self.bytes.pool_size - 1
+
+        def selected(most: int) -> int:
+            """Tokens of all rows, of each no more than its first ``most``."""
+            return sum(
+                sum_of_least(length, most) - sum_of_least(length - rows, most)
+                for length, rows in zip(lengths, queries, strict=True)
+            )
+
+        ends = [min(width, world * tokens) for tokens, _ in curve[1:-1]] + [width]
+        parts = zip(pairwise(curve), pairwise([0, *ends]), strict=False)
         return sum(
-            sum_of_least(length, width) - sum_of_least(length - rows, width)
-            for length, rows in zip(lengths, queries, strict=True)
+            (more - seconds) / (many - few) * (selected(end) - selected(begin)) / world
+            for ((few, seconds), (many, more)), (begin, end) in parts
         )
 
     def selection_shares(
         self, lengths: Sequence[int], queries: Sequence[int], spans: Sequence[Span]
     ) -> int:
-        """N if sharing out the selection of a gathered batch takes less time, else 1.
+        """N if sharing out the selection of a gathered batch takes clearly less time, else 1.
 
         Arguments as of :meth:`costs`. Without rates by :func:`.byte_model.shards_selection`. Shares
         are taken to be even: in a prompt's first chunk the last one sees more pools than the first.
@@ -246,7 +263,9 @@ class TimeModel:
         else:
             received = sum(selection_bytes(s.num_rows, sizes.pool_topk, world) for s in spans)
             saved = (pairs - pairs / world) * rates.pair
-            worth = saved > len(spans) * rates.collective + received * rates.byte
+            exchanged = len(spans) * rates.collective + received * rates.byte
+            # Twice, for the host's part is left out: where less is saved, two H200s were no faster.
+            worth = saved > 2 * exchanged
         return world if worth else 1
 
     def break_even(self, query_tokens: int, spans_of: Callable[[int], Sequence[Span]]) -> int:
