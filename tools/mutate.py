@@ -37,6 +37,8 @@ MODULES = {
     "remap": ["test_remap.py", "test_plan.py"],
     "exchange": ["test_exchange_lockstep.py", "test_collectives.py"],
     "windows": ["test_windows.py"],
+    "chunks": ["test_chunks.py"],
+    "time_model": ["test_time_model.py"],
 }
 
 # Mutants that change nothing, with the reason.

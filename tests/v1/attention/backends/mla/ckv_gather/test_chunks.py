@@ -4,6 +4,7 @@
 The engine itself is asked in ``tests/v1/e2e/test_ckv_chunks.py``.
 """
 
+from itertools import count, product
 from math import ceil
 from types import SimpleNamespace
 
@@ -110,6 +111,19 @@ def test_the_better_budget_is_the_least_that_chunks_fill(page, left, decode_toke
         assert chunk < mean and ceil(chunk) < less - decode_tokens
 
 
+def test_there_is_no_lesser_budget_for_any_small_page():
+    """Chunks are filled that have, rounded up, all that decodes leave."""
+
+    def filled(page, budget, decode_tokens):
+        mean = chunks.average_chunk(page, budget, decode_tokens)
+        return ceil(mean) == budget - decode_tokens > 0
+
+    for page, decode_tokens in product(range(1, 24), range(12)):
+        for budget in range(1, 60):
+            better = next(b for b in count(budget) if filled(page, b, decode_tokens))
+            assert chunks.filled_budget(page, budget, decode_tokens) == better
+
+
 @pytest.mark.parametrize(
     ("page", "budget", "decode_tokens", "said"),
     [
@@ -120,6 +134,7 @@ def test_the_better_budget_is_the_least_that_chunks_fill(page, left, decode_toke
         (4352, 4352, 256, "4,352 of 4,352, none beside any decode; --max-num-batched-tokens 4608"),
         (512, 515, 8, "512 of 515, none beside more than 3 tokens of decodes; "),
         (2304, 2048, 1024, "1,152 of 2,048 on average, 768 beside more than 896 tokens of"),
+        (36, 9, 2, "9 of 9 on average, 7 beside any decode; --max-num-batched-tokens 10 makes"),
     ],
 )
 def test_the_remark_has_the_numbers(page, budget, decode_tokens, said):
@@ -130,7 +145,18 @@ def test_the_remark_has_the_numbers(page, budget, decode_tokens, said):
 
 @pytest.mark.parametrize(
     ("page", "budget", "decode_tokens"),
-    [(2304, 4864, 256), (2304, 4608, 0), (1280, 8192, 256), (512, 101, 8), (4352, 4608, 256)],
+    [
+        (2304, 4864, 256),
+        (2304, 4608, 0),
+        (1280, 8192, 256),
+        (512, 101, 8),
+        (4352, 4608, 256),
+        # Just nine tenths, and a single token.
+        (9, 10, 0),
+        (40, 9, 8),
+        # No budget is better, by less than a token.
+        (5, 3, 1),
+    ],
 )
 def test_nothing_is_said_of_chunks_that_fill_the_budget_but_for_a_tenth(
     page, budget, decode_tokens

@@ -60,6 +60,12 @@ def test_each_rate_counts_what_it_says():
     assert costs("merged") == costs("merged_row") == (0, 0)
 
 
+@pytest.mark.parametrize("rate", ["pair", "own_heads"])
+def test_every_request_has_its_rows(rate):
+    with pytest.raises(ValueError, match="longer"):
+        costs(rate, [100, 3000], [20, 500, 7], value=1.0 if rate == "pair" else EACH)
+
+
 def test_attention_is_interpolated_over_the_tokens_of_a_row():
     """The first 8 of its 35 tokens take three times as long as others; ranks own a quarter."""
     seen = [n for end, rows in zip(LENGTHS, QUERIES, strict=True)
@@ -105,7 +111,7 @@ def test_windows():
 def test_a_shared_selection():
     ordinary, gathered = costs("pair")
     assert costs("pair", shares=4) == (ordinary, gathered / 4)
-    assert costs("collective", shares=4) == (4, 3)
+    assert costs("collective", shares=4) == (4, 3) == costs("collective", shares=2)
     assert costs("collective", shares=4, capacity=1024) == (4, 13)
     assert costs("byte", shares=4)[1] == SIZES.gathered(LENGTHS, [527])
 
@@ -114,6 +120,7 @@ def test_decodes_pay_for_what_the_ordinary_path_costs_however_small():
     assert costs("collective", beside_decodes=True) == (0, 2)
     assert costs("ordinary", value=ONE, beside_decodes=True) == (0, 0)
     assert costs("ordinary", value=((16, 2.0), (32, 18.0)), beside_decodes=True) == (511, 0)
+    assert costs("ordinary", value=((0, 2.0), (32, 18.0)), beside_decodes=True) == (527 / 2, 0)
 
 
 def shares(lengths=(8000,), queries=(100,), capacity=10_000, **rates):
@@ -126,7 +133,8 @@ def test_shares_where_the_pairs_saved_take_twice_as_long_as_the_exchange():
     pairs = TimeModel(SIZES).pairs([8000], [100])
     saved, received = pairs * 3 / 4 / 2, 3 * 25 * 8 * 4
     assert shares(pair=1.0, collective=saved * 0.999) == 4
-    assert shares(pair=1.0, collective=saved * 1.001) == 1
+    assert shares(pair=1.0, collective=saved) == shares(pair=1.0, collective=saved * 1.001) == 1
+    assert shares(pair=0.5, collective=saved * 0.5001) == 1
     assert shares(pair=1.0, byte=saved / received * 0.999) == 4
     assert shares(pair=1.0, byte=saved / received * 1.001) == 1
     # Every span has an exchange of its own.
@@ -144,6 +152,8 @@ def test_without_rates_the_constants_decide():
 def test_time_decides_where_it_is_known_and_bytes_elsewhere():
     assert Costs(1, 2).gains and not Costs(2, 2).gains
     assert Costs(2, 1, 1.0, 2.0).gains and not Costs(1, 2, 2.0, 2.0).gains
+    # One of two times says nothing.
+    assert Costs(1, 2, 1.0).gains and Costs(1, 2, None, 1.0).gains
     made = TimeModel(SIZES).costs([100], [20], plan_spans(
         [100], [20], capacity=100, granule=64, num_rows=20))  # fmt: skip
     assert (made.gathered_seconds, made.ordinary_seconds) == (None, None)
@@ -156,6 +166,16 @@ def test_slowest():
     one = replace(NOTHING, gathered=((16, 1.0), (32, 5.0)))
     other = replace(NOTHING, gathered=((16, 2.0), (32, 4.0)))
     assert Rates.slowest([one, other]).gathered == ((16, 2.0), (32, 5.0))
+    assert Rates.slowest([one]) == one
+    with pytest.raises(ValueError, match="shorter"):
+        Rates.slowest([one, NOTHING])
+
+
+def test_costs_in_words():
+    assert str(Costs(1, 2)) == "1 bytes a layer gathered, 2 ordinary"
+    assert str(Costs(1, 2, 3e-6, 4e-6)).endswith(
+        "ordinary, by estimate 3 us gathered, 4 us ordinary"
+    )
 
 
 def test_rows_lie_between_points():

@@ -36,7 +36,7 @@ def filled_budget(page: int, budget: int, decode_tokens: int) -> int:
     left = max(budget - decode_tokens, 1)
     if budget < page:
         # The most parts of at least so many tokens.
-        parts = (page - 1) // max(left - 1, 1)
+        parts = (page - 1) // (left - 1) if left > 1 else page
         part = -(-page // parts) + decode_tokens
         # A budget that holds a page has no parts of one: it needs room for a whole one.
         if part < page:
@@ -52,7 +52,9 @@ def remark(
     page, budget: see :func:`average_chunk`. decode_tokens: the most that decodes may take.
     flag: that sets the budget.
     """
-    if average_chunk(page, budget, decode_tokens) >= ENOUGH * max(budget - decode_tokens, 1):
+    better = filled_budget(page, budget, decode_tokens)
+    chunk = average_chunk(page, budget, decode_tokens)
+    if better == budget or chunk >= ENOUGH * max(budget - decode_tokens, 1):
         return None
     alone = average_chunk(page, budget)
     text = f"prefix caching cuts chunks at pages of {page:,} tokens: {alone:,.0f} of {budget:,}"
@@ -64,7 +66,6 @@ def remark(
         less = average_chunk(page, budget, spare + 1)
         text += f", {less:,.0f}" if less else ", none"
         text += f" beside more than {spare:,} tokens of decodes" if spare else " beside any decode"
-    better = filled_budget(page, budget, decode_tokens)
     return (
         f"{text}; {flag} {better} makes that {average_chunk(page, better, decode_tokens):,.0f} "
         f"beside up to {decode_tokens:,} tokens of decodes"
