@@ -9,6 +9,12 @@ scheduler's decision to the sampled tokens. The rest is vLLM's scheduler, which 
 the workers if requests are many, and knows no backend. Full-CKV prefill is on in ``ours_ckv``: its
 decode is the ordinary path, which this shows to be no slower than stock's.
 
+Most of a step is Python on the host, and the cores of a virtual machine may have two speeds, up to
+1.8 apart, that change from one moment to the next without a trace in the guest. So the main process
+times a fixed piece of Python after every step. Two engines whose ``yardstick_ms`` differ ran on
+different machines in effect: compare them again, several times and in turn
+(``--modes stock_dcp ours_ckv stock_dcp ours_ckv``).
+
 ``--beside TOKENS`` then adds prompts of that length, one after the other, while all others go on
 decoding, and times each until its first token. Their batches are mixed; ``ours_ckv`` gathers in
 them with ``--environment '{"VLLM_B12X_MLA_CKV_GATHER_MIXED":"1"}'``.
@@ -31,6 +37,22 @@ from vllm.entrypoints.ckv.engine import counters_of, log_folder, run_program, st
 
 WARM_UP_STEPS = 8
 """Steps with all requests decoding before the first timed one."""
+
+YARDSTICK_TURNS = 2000
+"""Turns of the loop of :func:`yardstick`: a few tenths of a millisecond, little beside a step."""
+
+
+def yardstick() -> float:
+    """CPU seconds of this thread for a fixed piece of Python, to see how fast its core is now.
+
+    Waiting for a core is not in it. No object in it is one that Python's garbage collector follows:
+    a collection would take longer than the rest.
+    """
+    began = time.thread_time()
+    lengths: dict[int, int] = {}
+    for number in range(YARDSTICK_TURNS):
+        lengths[number & 63] = lengths.get(number & 31, 0) + len(str(number))
+    return time.thread_time() - began
 
 
 def time_steps(worker: Any) -> None:
@@ -84,12 +106,13 @@ def serve() -> None:
         waiting -= {output.request_id for output in engine.step() if output.outputs[0].token_ids}
     prefill = time.perf_counter() - began
     llm.collective_rpc(time_steps)
-    seconds = []
+    seconds, yardsticks = [], []
     for _ in range(WARM_UP_STEPS + job["samples"]):
         began = time.perf_counter()
         outputs = engine.step()
         seconds.append(time.perf_counter() - began)
         assert len(outputs) == job["requests"], "a request ended before the last step"
+        yardsticks.append(yardstick())
     # The engine waits for the first rank's tokens.
     workers = llm.collective_rpc(step_seconds)[0]
     beside = []
@@ -106,6 +129,7 @@ def serve() -> None:
         prefill_seconds=prefill,
         step_seconds=seconds[WARM_UP_STEPS:],
         worker_seconds=workers[WARM_UP_STEPS:],
+        yardstick_seconds=yardsticks[WARM_UP_STEPS:],
         beside_seconds=beside[1:],
         counters=counters_of(llm),
     )
@@ -124,6 +148,25 @@ def describe(times: dict[str, float]) -> str:
         f"{times['median']:.2f} ms (best {times['best']:.2f}, quartiles {times['lower']:.2f} and "
         f"{times['upper']:.2f})"
     )
+
+
+def timings(result: dict[str, Any]) -> dict[str, Any]:
+    """What :func:`serve` says of its steps, in milliseconds.
+
+    ``main_ms`` is what each step takes beside its workers. ``each_ms`` has the steps one by one,
+    ``each_yardstick_ms`` what :func:`yardstick` gave after them.
+    """
+    steps, workers = result["step_seconds"], result["worker_seconds"]
+    yardsticks = result["yardstick_seconds"]
+    main = [step - worker for step, worker in zip(steps, workers, strict=True)]
+    return {
+        "step_ms": milliseconds(steps),
+        "worker_ms": milliseconds(workers),
+        "main_ms": milliseconds(main),
+        "yardstick_ms": milliseconds(yardsticks),
+        "each_ms": [round(second * 1e3, 3) for second in steps],
+        "each_yardstick_ms": [round(second * 1e3, 3) for second in yardsticks],
+    }
 
 
 def main() -> int:
@@ -157,7 +200,7 @@ def main() -> int:
     for name in arguments.models:
         model = model_folder(name)
         vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-        for mode in arguments.modes:
+        for number, mode in enumerate(arguments.modes):
             longest = max(arguments.context + answer, arguments.beside + 256)
             job = make_job(model, mode, arguments, longest)
             payload = {
@@ -170,7 +213,8 @@ def main() -> int:
                 "beside_samples": beside_samples,
                 "vocabulary": vocabulary,
             }
-            log = logs / f"{model.name}-{mode}.log"
+            again = f"-{number}" if arguments.modes.count(mode) > 1 else ""
+            log = logs / f"{model.name}-{mode}{again}.log"
             use_gpu = not arguments.cpu
             try:
                 events = run_program(
@@ -192,11 +236,10 @@ def main() -> int:
                     "requests": arguments.requests,
                     "context": arguments.context,
                     "samples": len(steps),
-                    "step_ms": milliseconds(steps),
-                    "worker_ms": milliseconds(result["worker_seconds"]),
                     "tok_s": round(arguments.requests / statistics.median(steps), 1),
                     "prefill_seconds": round(result["prefill_seconds"], 1),
                 }
+                | timings(result)
             )
             row = rows[-1]
             if arguments.beside:
@@ -210,7 +253,8 @@ def main() -> int:
             print(
                 f"{job.name}: {row['requests']} requests of {row['context']:,} tokens: "
                 f"{describe(row['step_ms'])} a step, {describe(row['worker_ms'])} of it in the "
-                f"workers; {row['tok_s']:,.0f} tok/s"
+                f"workers, {describe(row['main_ms'])} beside them; a yardstick of "
+                f"{describe(row['yardstick_ms'])}; {row['tok_s']:,.0f} tok/s"
                 + (f"; beside them {row['beside_tok_s']:,.0f} tok/s" if arguments.beside else ""),
                 flush=True,
             )

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``benchmarks/decode_engine.py`` times, with an engine that answers at once."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from vllm.platforms.ckv_reference import declare_torchvision_ops
+
+declare_torchvision_ops()
+
+STEP, YARDSTICK = 0.002, 0.03
+"""Seconds that a step takes at least, and that a yardstick takes: far more."""
+
+
+class Engine:
+    """Requests get their first token one after the other, a step each."""
+
+    vllm_config = SimpleNamespace(attention_config=SimpleNamespace(backend=None))
+
+    def __init__(self, worker: SimpleNamespace) -> None:
+        self.worker = worker
+        self.steps = 0
+        self.requests: list[str] = []
+
+    def add_request(self, name, prompt, sampling) -> None:
+        self.requests.append(name)
+
+    def step(self):
+        self.steps += 1
+        self.worker.execute_model()
+        self.worker.sample_tokens()
+        time.sleep(STEP)
+        return [
+            SimpleNamespace(
+                request_id=name,
+                finished=False,
+                outputs=[SimpleNamespace(token_ids=[1] * (self.steps - number))],
+            )
+            for number, name in enumerate(self.requests)
+        ]
+
+
+class Llm:
+    """One whose only worker runs in this process."""
+
+    def __init__(self) -> None:
+        self.worker = SimpleNamespace(execute_model=lambda: None, sample_tokens=lambda: None)
+        self.llm_engine = Engine(self.worker)
+
+    def collective_rpc(self, function):
+        return [function(self.worker)]
+
+
+@pytest.fixture
+def decode(load_benchmark):
+    return load_benchmark("decode_engine")
+
+
+def test_every_timed_step_has_its_yardstick_which_is_no_part_of_it(decode, monkeypatch):
+    job = {
+        "requests": 2,
+        "context": 4,
+        "answer": 30,
+        "samples": 3,
+        "beside": 0,
+        "beside_samples": 0,
+        "vocabulary": 16,
+    }
+    calls = iter(range(100))
+
+    def yardstick() -> float:
+        time.sleep(YARDSTICK)
+        return float(next(calls))
+
+    events = []
+    monkeypatch.setattr(decode, "yardstick", yardstick)
+    monkeypatch.setattr(
+        decode, "start_engine", lambda: (job, Llm(), lambda **event: events.append(event))
+    )
+    decode.serve()
+    (event,) = events
+    steps, yardsticks = event["step_seconds"], event["yardstick_seconds"]
+    # Those of the steps that warm up are left out.
+    assert yardsticks == [decode.WARM_UP_STEPS + n for n in range(3)]
+    assert len(steps) == len(event["worker_seconds"]) == 3
+    assert STEP <= min(steps) < YARDSTICK
+
+
+def test_what_is_beside_the_workers_is_told_step_by_step(decode):
+    """Medians of 5 and 4 ms would leave 1 ms, which no step has."""
+    found = decode.timings(
+        {
+            "step_seconds": [0.004, 0.005, 0.009],
+            "worker_seconds": [0.001, 0.004, 0.006],
+            "yardstick_seconds": [0.001, 0.001, 0.002],
+        }
+    )
+    assert found["main_ms"]["median"] == 3
+    assert found["each_ms"] == [4, 5, 9]
+    assert found["each_yardstick_ms"] == [1, 1, 2]
+    assert found["yardstick_ms"]["median"] == 1
+
+
+def test_the_yardstick_is_work_and_no_waiting(decode, monkeypatch):
+    """Four times the turns take longer; pauses in between do not."""
+    few = min(decode.yardstick() for _ in range(20))
+    monkeypatch.setattr(decode, "YARDSTICK_TURNS", 4 * decode.YARDSTICK_TURNS)
+    assert min(decode.yardstick() for _ in range(20)) > 2 * few
+    monkeypatch.setattr(decode, "str", lambda number: time.sleep(1e-3) or "1", raising=False)
+    monkeypatch.setattr(decode, "YARDSTICK_TURNS", 20)
+    began = time.perf_counter()
+    measured = decode.yardstick()
+    assert 0 < measured < (time.perf_counter() - began) / 2
