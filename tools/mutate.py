@@ -52,6 +52,19 @@ EQUIVALENT: dict[str, str] = {
     "windows.merge_candidates: 1 -> 2": (
         "-1 becomes -2: to the merge all negative ids are no candidate"
     ),
+    "chunks.filled_budget: budget < page -> budget <= page": (
+        "of a budget of one page the parts, and the decodes beside them, make no less than a page"
+    ),
+    "chunks.remark: 1 -> 2": (
+        "a single token that decodes leave is filled, and then no budget is better"
+    ),
+    "chunks.remark: spare < decode_tokens -> spare <= decode_tokens": (
+        "decodes that take just what chunks leave make them no smaller, so nothing is said"
+    ),
+    "time_model.TimeModel._attention.selected: True -> False": (
+        "the pairs of the same lengths are counted before, and refuse them"
+    ),
+    "time_model.TimeModel.selection_shares: 1 -> 2": ("a batch that gathers has rows"),
 }
 
 _BINARY = {

@@ -172,7 +172,7 @@ def test_slowest():
 
 
 def test_costs_in_words():
-    assert str(Costs(1, 2)) == "1 bytes a layer gathered, 2 ordinary"
+    assert str(Costs(1, 2)) == str(Costs(1, 2, 3e-6)) == "1 bytes a layer gathered, 2 ordinary"
     assert str(Costs(1, 2, 3e-6, 4e-6)).endswith(
         "ordinary, by estimate 3 us gathered, 4 us ordinary"
     )
