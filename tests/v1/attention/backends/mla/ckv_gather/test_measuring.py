@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rates are measured on a simulated machine, and predict what it takes for other batches."""
 
+import gc
+import weakref
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -10,7 +12,13 @@ import torch
 from vllm.v1.attention.backends.mla.ckv_gather import exchange, measuring
 from vllm.v1.attention.backends.mla.ckv_gather import plan as plan_module
 from vllm.v1.attention.backends.mla.ckv_gather.measuring import Clock, line, measure_rates
-from vllm.v1.attention.backends.mla.ckv_gather.rehearsal import Layer, LayerShapes, SeeingBatch
+from vllm.v1.attention.backends.mla.ckv_gather.rehearsal import (
+    EmptyBatch,
+    KeptBatch,
+    Layer,
+    LayerShapes,
+    SeeingBatch,
+)
 from vllm.v1.attention.backends.mla.sparse_mla_kernels.torch_reference import TorchReferenceKernels
 
 WORLD, HEADS, POOL, TOPK = 2, 4, 4, 8
@@ -187,6 +195,40 @@ def test_nothing_is_kept_or_counted(machine):
     assert current_workspace_manager()._current_workspaces[0] is before
     counters = layer.gather.counters
     assert counters.ckv_bytes == counters.dcp_bytes == 0
+
+
+def test_inputs_go_with_their_batch(machine, monkeypatch):
+    """Not when Python looks for cycles: the profiler would count those of every size together."""
+    made, layer = machine
+    zeros, alive, most = EmptyBatch.zeros, [], [0]
+
+    def tracked(batch, *shape, **kwargs):
+        tensor = zeros(batch, *shape, **kwargs)
+        alive.append((weakref.ref(tensor), tensor.nbytes))
+        most[0] = max(most[0], held())
+        return tensor
+
+    def held():
+        return sum(size for tensor, size in alive if tensor() is not None)
+
+    monkeypatch.setattr(EmptyBatch, "zeros", tracked)
+    sizes = SimpleNamespace(**vars(SHAPES) | {"num_tokens": 8192})
+    gc.collect()
+    gc.disable()
+    try:
+        largest = KeptBatch(sizes, 8192, CPU)
+        for make in (layer.ordinary, lambda batch: layer.gathered(batch, [POOL])):
+            make(largest)()
+        alone = most[0]
+        del largest
+        assert held() == 0 < alone
+        most[0] = 0
+        measure_rates(layer, sizes, 8192, made.clock)
+        assert held() == 0
+        # Smaller batches are measured before it, and go before it comes.
+        assert most[0] <= alone
+    finally:
+        gc.enable()
 
 
 # Lengths and query tokens of each request, and the tokens of a window if there are several.

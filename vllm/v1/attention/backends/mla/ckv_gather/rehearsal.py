@@ -8,9 +8,9 @@ to know how long a batch of given sizes takes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from functools import cached_property, wraps
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -105,25 +105,46 @@ class EmptyBatch:
         return self.zeros(LATENT_DIM, dtype=torch.bfloat16)
 
 
+def kept(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Let a :class:`KeptBatch` call ``make`` once.
+
+    What it gives lies beside the batch's fields. A cache around a bound method would hold the batch
+    in a cycle, and its tensors until Python looks for cycles: beyond the profiled peak of a batch.
+    """
+
+    @wraps(make)
+    def once(self: KeptBatch) -> Any:
+        if make.__name__ not in self.made:
+            self.made[make.__name__] = make(self)
+        return self.made[make.__name__]
+
+    return once
+
+
 @dataclass(frozen=True)
 class KeptBatch(EmptyBatch):
     """The same, made once, for calls that are timed: with random queries.
 
-    Equal scores take a selection longer than real ones do.
+    Equal scores take a selection longer than real ones do. The inputs go with the batch.
     """
 
+    made: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What :func:`kept` keeps."""
+
+    req_id = kept(EmptyBatch.req_id)
+    pool_counts = kept(EmptyBatch.pool_counts)
+    token_ids = kept(EmptyBatch.token_ids)
+
+    @kept
     def index_queries(self) -> tuple[torch.Tensor, torch.Tensor]:
         queries, weights = super().index_queries()
         # All finite numbers that are not negative.
         queries.view(torch.uint8).random_(0, 0x7F)
         return queries, weights.normal_()
 
+    @kept
     def query(self) -> torch.Tensor:
         return super().query().normal_()
-
-    def __post_init__(self) -> None:
-        for make in (self.req_id, self.pool_counts, self.token_ids, self.index_queries, self.query):
-            object.__setattr__(self, make.__name__, cache(make))
 
 
 @dataclass(frozen=True)
@@ -150,6 +171,7 @@ class SeeingBatch(KeptBatch):
         """The batch; its rows follow from ``queries``."""
         return cls(shapes, sum(queries), device, tuple(lengths), tuple(queries), pool_size)
 
+    @kept
     def req_id(self) -> torch.Tensor:
         counts = torch.tensor(self.queries, device=self.device)
         numbers = torch.arange(len(self.queries), dtype=torch.int32, device=self.device)
@@ -160,9 +182,11 @@ class SeeingBatch(KeptBatch):
         seen = [torch.arange(end - rows, end, device=self.device) + 1 for end, rows in ends]
         return torch.cat(seen)
 
+    @kept
     def pool_counts(self) -> torch.Tensor:
         return (self._seen() // self.pool_size).int()
 
+    @kept
     def token_ids(self) -> torch.Tensor:
         topk, size = self.shapes.pool_topk, self.pool_size
         seen = self._seen().unsqueeze(1)
