@@ -168,6 +168,67 @@ class Extension:
 '''
 
 
+LIFECYCLE = '''
+"""Each worker writes down when it passes the stages of its life, with the workspace's size then.
+
+One JSON list a line, [stage, bytes], in a file of the worker's own; a stage that repeats itself
+with the same bytes, like serving, is one line.
+"""
+import json
+import os
+from pathlib import Path
+
+from vllm.v1.worker import workspace
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from vllm.v1.attention.backends.mla import b12x_mla_sparse
+from vllm.v1.attention.backends.mla.ckv_gather import startup
+from vllm.v1.attention.backends.mla.ckv_gather.geometry import FrozenGeometry
+from vllm.v1.attention.backends.mla.ckv_gather.plan import CkvGather
+
+last = None
+
+
+def note(stage):
+    global last
+    allocated = workspace.current_workspace_manager()._current_workspaces
+    line = [stage, sum(memory.nbytes for memory in allocated if memory is not None)]
+    if line != last:
+        path = Path(os.environ["CKV_TEST_RECORD"]) / f"lifecycle.{os.getpid()}.jsonl"
+        with path.open("a") as file:
+            print(json.dumps(line), file=file)
+    last = line
+
+
+def record(owner, name, stage, after=None):
+    inner = getattr(owner, name)
+
+    def call(*args, **kwargs):
+        note(stage)
+        result = inner(*args, **kwargs)
+        if after is not None:
+            note(after)
+        return result
+
+    setattr(owner, name, call)
+
+
+record(GPUModelRunner, "profile_run", "profile", "profiled")
+record(FrozenGeometry, "freeze", "finalise")
+record(startup, "warm_up", "warm up")
+record(CkvGather, "reserve", "reserve")
+record(startup, "run_everything_once", "run once")
+record(FrozenGeometry, "check_bound", "bind")
+record(b12x_mla_sparse.B12xMLASparseMetadataBuilder, "build_for_cudagraph_capture", "capture")
+record(workspace.WorkspaceManager, "lock", "lock")
+record(CkvGather, "plan_batch", "plan")
+
+
+class Extension:
+    pass
+'''
+
+
 class Engines:
     """Starts engines one at a time and keeps their results and logs."""
 
@@ -246,7 +307,9 @@ def ordinary(engines):
 @pytest.fixture(scope="module")
 def full(engines):
     arguments = {"attention_backend": BACKEND, "dcp_comm_backend": "a2a"} | DCP
-    return engines.run("full", arguments, FLAGS)
+    recording, path = engines.extension("ckv_lifecycle", LIFECYCLE)
+    path["CKV_TEST_RECORD"] = str(engines.folder)
+    return engines.run("full", arguments | recording, {**FLAGS, **path})
 
 
 MIXED = "packed behind a chunk"
@@ -514,3 +577,24 @@ def test_workers_say_what_they_reserved(full):
     """One line a rank, with the capacity that the flag asked for."""
     lines = re.findall(r"full-CKV gather: on, page (\d+) tokens, .*limit ([\d,]+) visible", full[1])
     assert lines == [(str(PAGE), f"{CAPACITY:,}")] * 2
+
+
+def test_stages_of_a_worker_come_in_order_and_nothing_grows_after_the_reservation(engines, full):
+    """Eager: a CPU captures nothing, so ``capture`` has to be absent."""
+    files = sorted(engines.folder.glob("lifecycle.*.jsonl"))
+    assert len(files) == 2
+    for file in files:
+        recorded = [json.loads(line) for line in file.read_text().splitlines()]
+        stages = [stage for stage, _ in recorded]
+        once = list(dict.fromkeys(stages))
+        assert once == [
+            "profile", "finalise", "warm up", "reserve", "run once", "profiled",
+            "bind", "lock", "plan",
+        ]  # fmt: skip
+        for stage in ("profile", "warm up", "reserve", "run once", "profiled"):
+            assert stages.count(stage) == 1
+        # A later layer freezes again, in the profiling run: the same geometry.
+        assert stages.index("profiled") > max(i for i, s in enumerate(stages) if s == "finalise")
+        assert "bind" not in stages[stages.index("lock") :]
+        sizes = {size for _, size in recorded[stages.index("run once") :]}
+        assert len(sizes) == 1 and sizes != {0}
