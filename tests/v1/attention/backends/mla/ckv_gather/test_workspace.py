@@ -333,6 +333,25 @@ def test_scratch_is_reserved_where_the_call_is_made(monkeypatch):
         stock.reset_workspace_manager()
 
 
+def test_no_address_outlives_a_workspace_that_is_unlocked_and_grows(manager):
+    """vLLM unlocks it while experts move to other ranks, and another user may take more then."""
+    early, scratch = geometry(256), KernelScratch(attention=SCRATCH)
+    plan = WorkspacePlan.from_geometry(early, 2000, 4, scratch, early_exchange=True)
+    plan.reserve()
+    manager.lock()
+    layout, pools = layouts([1000, 900], 4)
+    kept = plan.borrow_latents(layout, 90).records
+    manager.unlock()
+    manager.get_simultaneous(((4 * allocated(manager).numel(),), torch.uint8))
+    manager.lock()
+    memory = allocated(manager)
+    latents, index = plan.borrow_latents(layout, 90), borrow_index(plan, pools)
+    for tensor in (*latents.scratch, *scratch.borrow_attention(), index.records, index.pages):
+        assert tensor.untyped_storage().data_ptr() == memory.data_ptr()
+    # What an exchange fills while others use the scratch stays where it is.
+    assert latents.records.data_ptr() == kept.data_ptr()
+
+
 def test_kernels_that_take_no_scratch_need_no_workspace():
     stock.reset_workspace_manager()
     scratch = KernelScratch()
