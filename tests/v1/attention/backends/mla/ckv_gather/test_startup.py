@@ -134,6 +134,29 @@ def test_start_up_plans_of_on_and_off_have_different_names(make_config, monkeypa
         startup.separate_startup_plans(opaque, {})
 
 
+@pytest.mark.parametrize("mode", ["0", "1", "auto"])
+def test_a_layer_tells_vllm_what_its_start_up_plan_is_for(make_config, monkeypatch, mode):
+    """While the model is loaded, and so before vLLM looks for a plan."""
+    from vllm.plugins.b12x_mla_sparse import register
+    from vllm.v1.attention.backends.mla import b12x_mla_sparse as module
+
+    def initialise(self):
+        self.kv_lora_rank, self.qk_rope_head_dim = 512, 0
+
+    monkeypatch.setenv("VLLM_B12X_MLA_CKV_GATHER", mode)
+    register()
+    monkeypatch.setattr(module.SparseMLACommonImpl, "__init__", initialise)
+    monkeypatch.setattr(module, "get_kernels", TorchReferenceKernels)
+    monkeypatch.setattr(module.CkvGather, "_instance", None)
+    config = make_config(2, additional_config={})
+    config.kernel_config = SimpleNamespace(enable_jit_warmup=False)
+    monkeypatch.setattr(module, "get_current_vllm_config", lambda: config)
+    impl = object.__new__(module.B12xMLASparseImpl)
+    impl.__init__()
+    facts = {startup.CONFIG_KEY: impl.gather.facts}
+    assert config.additional_config == ({} if mode == "0" else facts)
+
+
 def test_agreement_names_the_flag_both_ranks_and_both_values():
     same = {"VLLM_B12X_MLA_CKV_GATHER": 1, "the block size": 256}
     startup.require_agreement([same, dict(same), dict(same)])
@@ -500,6 +523,26 @@ def test_index_pages_of_32_pools_are_refused_at_the_freeze(make_gather, monkeypa
     for part in (f"page_size {block_size}", "64 pools", "(256 tokens)", "--block-size"):
         assert part in str(error.value)
     assert not gather.geometry.is_frozen
+
+
+@pytest.mark.parametrize("mode", ["1", "auto", "0"])
+def test_less_than_a_window_is_refused_at_the_freeze(make_gather, monkeypatch, mode):
+    """A page of 256 tokens on both ranks; with the gather off nothing is reserved."""
+    monkeypatch.setattr(plan_module, "get_dcp_group", lambda: SimpleNamespace(cpu_group=None))
+    monkeypatch.setattr(exchange, "all_gather_facts", lambda facts, group: [facts])
+    monkeypatch.setenv("VLLM_B12X_MLA_CKV_GATHER", mode)
+    monkeypatch.setenv("VLLM_B12X_MLA_CKV_GATHER_MAX_TOKENS", "512")
+    assert make_gather(2, freeze=False).freeze(TorchReferenceKernels())
+    monkeypatch.setenv("VLLM_B12X_MLA_CKV_GATHER_MAX_TOKENS", "511")
+    gather = make_gather(2, freeze=False)
+    if mode == "0":
+        assert gather.freeze(TorchReferenceKernels())
+        return
+    with pytest.raises(ValueError) as error:
+        gather.freeze(TorchReferenceKernels())
+    for part in ("VLLM_B12X_MLA_CKV_GATHER_MAX_TOKENS=511", "max_model_len 1000",
+                 "256 tokens on each of 2 ranks", "at least 512"):  # fmt: skip
+        assert part in str(error.value)
 
 
 @pytest.mark.parametrize("page_size", [256, 512, 1280, 2304, 4352, 8704])
