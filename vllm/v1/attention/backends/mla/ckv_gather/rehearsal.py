@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backends.mla.ckv_gather.plan import CkvGather
     from vllm.v1.attention.backends.mla.sparse_mla_kernels import SparseMLAKernels
 
+
+Input = TypeVar("Input")
 
 INDEX_PAGES = 64
 """Different pages of pools: 4,096 pools, so that no more than eight of 32,768 score alike."""
@@ -105,7 +107,7 @@ class EmptyBatch:
         return self.zeros(LATENT_DIM, dtype=torch.bfloat16)
 
 
-def kept(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def kept(make: Callable[[Any], Input]) -> Callable[[Any], Input]:
     """Let a :class:`KeptBatch` call ``make`` once.
 
     What it gives lies beside the batch's fields. A cache around a bound method would hold the batch
@@ -113,7 +115,7 @@ def kept(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """
 
     @wraps(make)
-    def once(self: KeptBatch) -> Any:
+    def once(self: KeptBatch) -> Input:
         if make.__name__ not in self.made:
             self.made[make.__name__] = make(self)
         return self.made[make.__name__]
