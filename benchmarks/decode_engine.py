@@ -5,9 +5,8 @@
 
 Every request has a prompt of its own. When the last one has its first token, all of them decode;
 the steps from there on are timed one by one: as a whole, and the workers' part of it, from the
-scheduler's decision to the sampled tokens. The rest is vLLM's scheduler, which takes longer than
-the workers if requests are many, and knows no backend. Full-CKV prefill is on in ``ours_ckv``: its
-decode is the ordinary path, which this shows to be no slower than stock's.
+scheduler's decision to the sampled tokens. The rest is vLLM's scheduler, which knows no backend.
+Full-CKV prefill is on in ``ours_ckv``: its decode is the ordinary path, compared here with stock's.
 
 Most of a step is Python on the host, and the cores of a virtual machine may have two speeds, up to
 1.8 apart, that change from one moment to the next without a trace in the guest. So the main process

@@ -2,7 +2,6 @@
 """``benchmarks/memory_gpu.sh`` without a GPU, and the verdict on results made up for it."""
 
 import copy
-import importlib.util
 import json
 import os
 import shlex
@@ -80,13 +79,8 @@ def test_every_rank_needs_a_gpu(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def verdict():
-    path = ROOT / "benchmarks/memory_verdict.py"
-    spec = importlib.util.spec_from_file_location("memory_verdict", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def verdict(load_benchmark):
+    return load_benchmark("memory_verdict")
 
 
 def side(blocks: int, workspace: int, seconds: float) -> dict:

@@ -403,9 +403,8 @@ class CkvGather:
         self.ordinary_scratch = scratch(None, self.dcp_world_size * shapes.local_heads)
         parallel = self.vllm_config.parallel_config
         first_rank = getattr(parallel, "rank", 0) == 0
-        about_chunks = startup.chunk_remark(self.vllm_config)
         # One rank speaks for the engine, whose scheduler cuts for all.
-        if first_rank and about_chunks is not None:
+        if first_rank and (about_chunks := startup.chunk_remark(self.vllm_config)):
             logger.info(about_chunks)
         if not self.enabled:
             self.reserve_again()
