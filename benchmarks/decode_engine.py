@@ -4,9 +4,13 @@
     python benchmarks/decode_engine.py --requests 128 --context 32768 --out decode.json
 
 Every request has a prompt of its own. When the last one has its first token, all of them decode;
-the steps from there on are timed one by one: as a whole, and the workers' part of it, from the
-scheduler's decision to the sampled tokens. The rest is vLLM's scheduler, which knows no backend.
+the steps from there on are timed one by one, from tokens to tokens. vLLM schedules a step while the
+workers are at the one before, as it does by default: a step takes as long as the slower of the two.
 Full-CKV prefill is on in ``ours_ckv``: its decode is the ordinary path, compared here with stock's.
+
+``--split`` schedules a step only when the last one is done, and tells the workers' part of it, from
+the scheduler's decision to the sampled tokens, from the rest: vLLM's scheduler, which knows no
+backend.
 
 Most of a step is Python on the host, and the cores of a virtual machine may have two speeds, up to
 1.8 apart, that change from one moment to the next without a trace in the guest. So the main process
@@ -104,16 +108,20 @@ def serve() -> None:
     while waiting:
         waiting -= {output.request_id for output in engine.step() if output.outputs[0].token_ids}
     prefill = time.perf_counter() - began
-    llm.collective_rpc(time_steps)
+    if job["split"]:
+        llm.collective_rpc(time_steps)
     seconds, yardsticks = [], []
+    ended = time.perf_counter()
     for _ in range(WARM_UP_STEPS + job["samples"]):
-        began = time.perf_counter()
+        # Workers that are ahead go on during the yardstick: it is a part of the step then.
+        began = time.perf_counter() if job["split"] else ended
         outputs = engine.step()
-        seconds.append(time.perf_counter() - began)
+        ended = time.perf_counter()
+        seconds.append(ended - began)
         assert len(outputs) == job["requests"], "a request ended before the last step"
         yardsticks.append(yardstick())
     # The engine waits for the first rank's tokens.
-    workers = llm.collective_rpc(step_seconds)[0]
+    workers = llm.collective_rpc(step_seconds)[0] if job["split"] else []
     beside = []
     for number in range(job["beside_samples"]):
         name = f"beside {number}"
@@ -152,16 +160,18 @@ def describe(times: dict[str, float]) -> str:
 def timings(result: dict[str, Any]) -> dict[str, Any]:
     """What :func:`serve` says of its steps, in milliseconds.
 
-    ``main_ms`` is what each step takes beside its workers. ``each_ms`` has the steps one by one,
-    ``each_yardstick_ms`` what :func:`yardstick` gave after them.
+    ``main_ms`` is what each step takes beside its workers, if they are told apart. ``each_ms`` has
+    the steps one by one, ``each_yardstick_ms`` what :func:`yardstick` gave after them.
     """
     steps, workers = result["step_seconds"], result["worker_seconds"]
     yardsticks = result["yardstick_seconds"]
-    main = [step - worker for step, worker in zip(steps, workers, strict=True)]
+    split = {}
+    if workers:
+        main = [step - worker for step, worker in zip(steps, workers, strict=True)]
+        split = {"worker_ms": milliseconds(workers), "main_ms": milliseconds(main)}
     return {
         "step_ms": milliseconds(steps),
-        "worker_ms": milliseconds(workers),
-        "main_ms": milliseconds(main),
+        **split,
         "yardstick_ms": milliseconds(yardsticks),
         "each_ms": [round(second * 1e3, 3) for second in steps],
         "each_yardstick_ms": [round(second * 1e3, 3) for second in yardsticks],
@@ -175,6 +185,9 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--context", type=int, default=32768, help="prompt tokens of a request")
     parser.add_argument("--samples", type=int, default=64, help="timed steps")
+    parser.add_argument(
+        "--split", action="store_true", help="no step is scheduled ahead; tell the workers' part"
+    )
     parser.add_argument("--beside", type=int, default=0, metavar="TOKENS", help="further prompts")
     parser.add_argument("--beside-samples", type=int, default=5, help="timed ones of them")
     arguments = parser.parse_args()
@@ -190,7 +203,7 @@ def main() -> int:
         use_small_model(arguments, logs / "small")
     # Early requests decode while the others' prompts are computed.
     chunks = -(-arguments.context * arguments.requests // arguments.chunk)
-    answer = 2 * chunks + arguments.requests + WARM_UP_STEPS + arguments.samples + 1
+    answer = 2 * chunks + arguments.requests + WARM_UP_STEPS + arguments.samples + 2
     if arguments.beside:
         rows_left = arguments.chunk - arguments.requests
         answer += beside_samples * (-(-arguments.beside // rows_left) + 1)
@@ -203,7 +216,8 @@ def main() -> int:
             longest = max(arguments.context + answer, arguments.beside + 256)
             job = make_job(model, mode, arguments, longest)
             payload = {
-                "arguments": job.arguments | {"async_scheduling": False},
+                "arguments": job.arguments | {"async_scheduling": not arguments.split},
+                "split": arguments.split,
                 "requests": arguments.requests,
                 "context": arguments.context,
                 "answer": answer,
@@ -234,6 +248,7 @@ def main() -> int:
                     "eager": arguments.eager,
                     "requests": arguments.requests,
                     "context": arguments.context,
+                    "scheduled_ahead": not arguments.split,
                     "samples": len(steps),
                     "tok_s": round(arguments.requests / statistics.median(steps), 1),
                     "prefill_seconds": round(result["prefill_seconds"], 1),
@@ -251,9 +266,14 @@ def main() -> int:
                 }
             print(
                 f"{job.name}: {row['requests']} requests of {row['context']:,} tokens: "
-                f"{describe(row['step_ms'])} a step, {describe(row['worker_ms'])} of it in the "
-                f"workers, {describe(row['main_ms'])} beside them; a yardstick of "
-                f"{describe(row['yardstick_ms'])}; {row['tok_s']:,.0f} tok/s"
+                f"{describe(row['step_ms'])} a step"
+                + (
+                    f", {describe(row['worker_ms'])} of it in the workers, "
+                    f"{describe(row['main_ms'])} beside them"
+                    if arguments.split
+                    else ""
+                )
+                + f"; a yardstick of {describe(row['yardstick_ms'])}; {row['tok_s']:,.0f} tok/s"
                 + (f"; beside them {row['beside_tok_s']:,.0f} tok/s" if arguments.beside else ""),
                 flush=True,
             )

@@ -58,12 +58,15 @@ def decode(load_benchmark):
     return load_benchmark("decode_engine")
 
 
-def test_every_timed_step_has_its_yardstick_which_is_no_part_of_it(decode, monkeypatch):
+@pytest.mark.parametrize("split", [True, False])
+def test_every_timed_step_has_its_yardstick(decode, monkeypatch, split):
+    """Which is a part of it only where the workers go on meanwhile."""
     job = {
         "requests": 2,
         "context": 4,
         "answer": 30,
         "samples": 3,
+        "split": split,
         "beside": 0,
         "beside_samples": 0,
         "vocabulary": 16,
@@ -84,8 +87,10 @@ def test_every_timed_step_has_its_yardstick_which_is_no_part_of_it(decode, monke
     steps, yardsticks = event["step_seconds"], event["yardstick_seconds"]
     # Those of the steps that warm up are left out.
     assert yardsticks == [decode.WARM_UP_STEPS + n for n in range(3)]
-    assert len(steps) == len(event["worker_seconds"]) == 3
-    assert STEP <= min(steps) < YARDSTICK
+    assert len(steps) == 3
+    assert len(event["worker_seconds"]) == (3 if split else 0)
+    assert min(steps) >= (STEP if split else STEP + YARDSTICK)
+    assert (min(steps) < YARDSTICK) == split
 
 
 def test_what_is_beside_the_workers_is_told_step_by_step(decode):
@@ -101,6 +106,13 @@ def test_what_is_beside_the_workers_is_told_step_by_step(decode):
     assert found["each_ms"] == [4, 5, 9]
     assert found["each_yardstick_ms"] == [1, 1, 2]
     assert found["yardstick_ms"]["median"] == 1
+
+
+def test_steps_scheduled_ahead_tell_no_parts(decode):
+    times = {"step_seconds": [0.004, 0.005], "yardstick_seconds": [0.001, 0.001]}
+    found = decode.timings(times | {"worker_seconds": []})
+    assert "worker_ms" not in found and "main_ms" not in found
+    assert found["step_ms"]["best"] == 4
 
 
 def test_the_yardstick_is_work_and_no_waiting(decode, monkeypatch):
