@@ -126,19 +126,53 @@ class Cases:
                     "FlashMLA, same heads, bf16 latents",
                     peer,
                 )
-        for rows, heads in ((1, 64), (16, 64), (128, 32), (128, 64)):
+        # Each query has a context of its own, as requests have: nothing is found in the L2 cache.
+        count = 1 << 20
+        records = quantize_records(torch.randn(CONTEXT, 512, device=DEVICE)).repeat(
+            count // CONTEXT, 1
+        )
+        # FlashMLA's rows hold 64 dimensions with positions in bf16 behind latents and scales.
+        pages = torch.zeros(count // PLACES, PLACES, 1, 656, dtype=torch.uint8, device=DEVICE)
+        pages.view(count, 656)[:, :RECORD] = records
+        table, lengths = int32(1, 1), int32(1)
+        for rows, heads in ((1, 64), (16, 64), (128, 16), (128, 32), (128, 64)):
             q = torch.randn(rows, heads, 512, device=DEVICE).bfloat16()
+            ids = int32(rows, WIDTH, high=count)
+            counts = torch.full((rows,), WIDTH, dtype=torch.int32, device=DEVICE)
             num_bytes = rows * WIDTH * (RECORD + 4) + 4 * q.numel()
             yield (
                 "attend, decode",
-                f"T={rows} H={heads} records={CONTEXT} W={WIDTH}",
+                f"T={rows} H={heads} records={count} W={WIDTH}",
                 self.floor(num_bytes, 4.0 * rows * WIDTH * heads * 512),
-                lambda q=q, rows=rows: self.kernels.attend(
-                    q, records, ids[:rows], counts[:rows], 0.04
+                lambda q=q, ids=ids, counts=counts: self.kernels.attend(
+                    q, records, ids, counts, 0.04
                 ),
-                "",
-                None,
+                "FlashMLA FP8 decode, 64 heads",
+                self.flashmla_decode(q, pages, ids, table, lengths),
             )
+
+    @staticmethod
+    def flashmla_decode(q, pages, ids, table, lengths) -> Call:
+        """As stock vLLM calls it: all rows as one request, queries and ids padded beforehand."""
+        from vllm.v1.attention.ops.flashmla import flash_mla_with_kvcache, get_mla_metadata
+
+        rows, heads = q.shape[:2]
+        wide = torch.zeros(1, rows, 64, 576, dtype=q.dtype, device=DEVICE)
+        wide[0, :, :heads, :512] = q
+        padded = torch.full((1, rows, 2176), -1, dtype=torch.int32, device=DEVICE)
+        padded[0, :, :WIDTH] = ids
+        metadata, _ = get_mla_metadata()
+        return lambda: flash_mla_with_kvcache(
+            q=wide,
+            k_cache=pages,
+            block_table=table,
+            head_dim_v=512,
+            cache_seqlens=lengths,
+            tile_scheduler_metadata=metadata,
+            is_fp8_kvcache=True,
+            indices=padded,
+            softmax_scale=0.04,
+        )
 
     def records(self):
         page = 2304

@@ -89,14 +89,22 @@ def layer(heads, path):
     [("slice_h32", "ours_dcp", 32, "ordinary"), ("slice_h32", "ours_ckv", 32, "gathered")],
 )
 def test_layers_of_the_real_engine(name, mode, heads, path):
-    """Within 15 %: kernels of a DSA layer, the collectives among them, without its projections."""
+    """Within 15 %: kernels of a DSA layer, the collectives among them, without its projections.
+
+    The profile is older than the kernel of attention without scratch, which then took 6,524 us for
+    32 heads of 4,096 rows.
+    """
     rows = json.loads((RESULTS / "layer_times_h200x2.json").read_text())
-    (times,) = (
-        row["microseconds"]
+    (profile,) = (
+        row
         for row in rows
         if (row["model"], row["mode"]) == (name, mode) and "p2p" not in row.get("link", "")
     )
+    times = profile["microseconds"]
     measured = sum(times[kind] for kind in ("pack", "exchange", "selection", "attention"))
+    if path == "ordinary":
+        now = {sizes["H"]: us for sizes, us in kernels("attend without scratch")}
+        measured -= profile["kernels"]["_attend_kernel"] * (1 - now[heads] / 6524)
     assert layer(heads, path) == pytest.approx(measured, rel=0.15)
 
 

@@ -73,6 +73,30 @@ _LN2 = tl.constexpr(math.log(2))
 _FLASHMLA_LOG = tl.constexpr(1.0)
 _ROOT = tl.constexpr(1 / math.sqrt(INDEX_DIM))
 _INVERSE_MAX = tl.constexpr(1 / FP8_MAX)
+_COMPILED = tl.constexpr(not _INTERPRETED)
+_E4M3_NATIVE = tl.constexpr("""{
+    .reg .b16 low, high;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+}""")
+"""Four e4m3 codes of a register -> four fp16 of two, on compute capability 8.9 and newer."""
+_E4M3_BITS = tl.constexpr("""{
+    .reg .b32 sign, size;
+    prmt.b32 size, $2, 0, 0x4140;
+    and.b32 sign, size, 0x00800080;
+    and.b32 size, size, 0x007f007f;
+    shl.b32 sign, sign, 8;
+    shl.b32 size, size, 7;
+    or.b32 $0, sign, size;
+    prmt.b32 size, $2, 0, 0x4342;
+    and.b32 sign, size, 0x00800080;
+    and.b32 size, size, 0x007f007f;
+    shl.b32 sign, sign, 8;
+    shl.b32 size, size, 7;
+    or.b32 $1, sign, size;
+}""")
+"""As :func:`_half_of_e4m3`, two codes at once."""
 
 
 @triton.jit
@@ -107,10 +131,22 @@ def _decode_e4m3(code):
 
 @triton.jit
 def _operand(code, NATIVE: tl.constexpr):
-    """e4m3 codes -> fp16 dot operand: the value itself (NATIVE) or the value / 256."""
+    """e4m3 codes -> fp16 dot operand: the value itself (NATIVE) or the value / 256.
+
+    Four codes at a time, in assembler that claims side effects: Triton moves any other conversion
+    behind that of the layout, and then every warp reads the codes of its operands byte by byte from
+    shared memory and converts them again (1.7 times the time of attention on an H200).
+    """
     # A conditional expression would give both sides one type.
-    if NATIVE:  # noqa: SIM108
-        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    if _COMPILED:
+        value = tl.inline_asm_elementwise(
+            _E4M3_NATIVE if NATIVE else _E4M3_BITS,
+            "=&r,=&r,r",
+            [code],
+            dtype=tl.float16,
+            is_pure=False,
+            pack=4,
+        )
     else:
         value = _half_of_e4m3(code)
     return value
@@ -463,7 +499,7 @@ def _index_operand(code, NATIVE: tl.constexpr):
     if NATIVE:  # noqa: SIM108
         value = code.to(tl.float8e4nv, bitcast=True)
     else:
-        value = _half_of_e4m3(code)
+        value = _operand(code, False)
     return value
 
 
@@ -1095,7 +1131,6 @@ def _record_part(record, ok, depth, GROUP: tl.constexpr):
         "q_head",
         "record_stride16",
         "id_stride",
-        "split_columns",
         "splits",
     ],
     do_not_specialize_on_alignment=["row_ids", "counts"],
@@ -1115,7 +1150,6 @@ def _attend_kernel(
     lse,
     partial,
     partial_lse,
-    split_columns,
     splits,
     heads: tl.constexpr,
     HB: tl.constexpr,
@@ -1165,8 +1199,10 @@ def _attend_kernel(
     end = tl.minimum(tl.load(counts + row), width)
     begin = 0
     if SPLIT:
-        begin = tl.program_id(1) * split_columns
-        end = tl.minimum(end, begin + split_columns)
+        # Parts of this row's count, not of the width: under DCP a rank has few of the columns.
+        columns = tl.cdiv(tl.cdiv(end, splits), BN) * BN
+        begin = tl.program_id(1) * columns
+        end = tl.minimum(end, begin + columns)
     for base in range(begin, end, BN):
         column = base + tl.arange(0, BN)
         index = tl.load(row_ids + row * id_stride + column, mask=column < end, other=-1)
@@ -1330,6 +1366,24 @@ def _native_e4m3() -> bool:
 
 
 @cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        # The interpreter splits as an H200 does.
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _split_count(programs: int, resident: int, most: int) -> int:
+    """Parts of every row, at most ``most``, with which ``programs`` end first.
+
+    A part takes 1 / count of a row's time; ``resident`` programs run at once. Of equal counts the
+    least.
+    """
+    counts = range(1, max(1, most) + 1)
+    return min(counts, key=lambda count: triton.cdiv(programs * count, resident) / count)
+
+
+@cache
 def _flashmla():
     """FlashMLA's sparse prefill where it is the faster way, else None."""
     if _capability() != (9, 0):
@@ -1366,8 +1420,10 @@ def _flashmla_heads(heads: int) -> int:
     return 0 if _flashmla() is None else flashmla_heads(heads)
 
 
-_ATTEND_TILES = {16: (32, 4, 3), 32: (64, 8, 2), 64: (32, 8, 3)}
+_ATTEND_TILES = {16: (32, 4, 3), 32: (32, 4, 2)}
 """Heads of a program -> records of one step, warps, pipeline stages."""
+_ATTEND_RESIDENT = 2
+"""Programs of these on one multiprocessor, whose registers they fill."""
 _COMPILE_THREADS = 8
 _FLASHMLA_MIN_TOKENS = 256
 """Fewer rows leave multiprocessors without one; converting all records would not pay either."""
@@ -1376,7 +1432,7 @@ _FLASHMLA_MIN_TOKENS = 256
 class TritonKernels:
     """:class:`~.base.SparseMLAKernels` on CUDA GPUs.
 
-    Selection and split attention keep fixed scratch of their own, 81 MiB in all, which
+    Selection and split attention keep fixed scratch of their own, 82 MiB in all, which
     :meth:`warm_up` allocates and nothing enlarges. Calls on one instance must be ordered by one
     stream.
     """
@@ -1990,17 +2046,14 @@ class TritonKernels:
         rows, heads = q.shape[:2]
         width = row_ids.shape[1]
         lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device)
-        head_block = min(64, max(16, triton.next_power_of_2(heads)))
+        head_block = min(max(_ATTEND_TILES), max(16, triton.next_power_of_2(heads)))
         columns, warps, stages = _ATTEND_TILES[head_block]
         programs = rows * triton.cdiv(heads, head_block)
-        # Few rows are split so that every multiprocessor has work, as far as the partial results
-        # fit their buffer; each part keeps at least 256 records.
-        splits = min(
-            triton.cdiv(264, programs),
-            max(1, width // 256),
-            max(1, PARTIAL_BYTES // (rows * heads * (LATENT_DIM + 1) * 4)),
+        splits = _split_count(
+            programs,
+            _ATTEND_RESIDENT * _multiprocessors(q.device),
+            min(width // (2 * columns), PARTIAL_BYTES // (rows * heads * (LATENT_DIM + 1) * 4)),
         )
-        part = triton.cdiv(triton.cdiv(width, splits), columns) * columns
         partial = partial_lse = lse
         if splits > 1:
             buffer = self._reserve("partial", PARTIAL_BYTES, q.device).view(torch.float32)
@@ -2021,7 +2074,6 @@ class TritonKernels:
             lse,
             partial,
             partial_lse,
-            part,
             splits,
             heads=heads,
             HB=head_block,
@@ -2225,8 +2277,9 @@ class TritonKernels:
             # Candidates of all ranks, and of two windows of a context.
             tasks += [partial(merged, sources) for sources in {2, world}]
         for heads in head_counts:
-            # Rows enough for every split count from many to none.
-            tasks += [partial(attention, rows, heads) for rows in (1, 512)]
+            # Split, and with so many rows that two parts of each would not fit their buffer.
+            unsplit = PARTIAL_BYTES // (heads * (LATENT_DIM + 1) * 4)
+            tasks += [partial(attention, rows, heads) for rows in (1, unsplit)]
             shapes = self.scratch_shapes(
                 max_records=1, max_tokens=_FLASHMLA_MIN_TOKENS, num_heads=heads, width=width
             )
