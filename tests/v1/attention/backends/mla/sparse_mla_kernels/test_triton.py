@@ -292,6 +292,7 @@ def test_the_warm_up_attends_with_and_without_a_split(monkeypatch, multiprocesso
 
     monkeypatch.setattr(triton, "_split_count", split_count)
     monkeypatch.setattr(triton, "_multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setattr(triton, "_flashmla", lambda: None)
     for name in ("_attend_kernel", "_combine_kernel"):
         monkeypatch.setattr(triton, name, Launch())
     for name in ("write_records", "_pack", "unpack_pools", "write_pools", "select_pools"):
