@@ -10,6 +10,7 @@ from ckv_rates import NOTHING
 from vllm.v1.attention.backends.mla.ckv_gather import exchange, startup
 from vllm.v1.attention.backends.mla.ckv_gather import plan as plan_module
 from vllm.v1.attention.backends.mla.ckv_gather.eligibility import Reason
+from vllm.v1.attention.backends.mla.ckv_gather.time_model import TimeModel
 from vllm.v1.attention.backends.mla.sparse_mla_kernels.torch_reference import TorchReferenceKernels
 
 
@@ -74,6 +75,20 @@ def test_time_decides_where_rates_are_known(make_auto, make_common, monkeypatch)
     assert plan(gather, make_common([17], [17])) is None
     gather.adopt(None)
     assert plan(gather, make_common([17], [17])) is not None
+
+
+def test_pairs_are_counted_once_a_batch(make_auto, make_common, monkeypatch):
+    """Both what is shared out and what is gathered depend on them."""
+    monkeypatch.setenv("VLLM_B12X_MLA_CKV_SHARD_SELECTION", "1")
+    gather = make_auto(max_model_len=100_000)
+    gather.adopt(replace(NOTHING, pair=1.0, ordinary=((0, 0.0), (1, 1e9))))
+    counted, pairs = [], TimeModel.pairs
+    monkeypatch.setattr(
+        TimeModel, "pairs", lambda model, *a: counted.append(pairs(model, *a)) or counted[-1]
+    )
+    made = plan(gather, make_common([20, 9], [90_000, 9]))
+    assert made is not None and made.selection_shares == 2
+    assert counted == [sum(n // 4 for n in [*range(89_981, 90_001), *range(1, 10)])]
 
 
 def test_one_stays_whenever_eligible(make_gather, make_common):

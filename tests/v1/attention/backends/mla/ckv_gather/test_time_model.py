@@ -114,6 +114,7 @@ def test_a_shared_selection():
     assert costs("collective", shares=4) == (4, 3) == costs("collective", shares=2)
     assert costs("collective", shares=4, capacity=1024) == (4, 13)
     assert costs("byte", shares=4)[1] == SIZES.gathered(LENGTHS, [527])
+    assert costs("pair", pairs=8) == (2, 8)
 
 
 def test_decodes_pay_for_what_the_ordinary_path_costs_however_small():
@@ -125,8 +126,8 @@ def test_decodes_pay_for_what_the_ordinary_path_costs_however_small():
 
 def shares(lengths=(8000,), queries=(100,), capacity=10_000, **rates):
     spans = plan_spans(lengths, queries, capacity=capacity, granule=1024, num_rows=sum(queries))
-    made = replace(NOTHING, **rates) if rates else None
-    return TimeModel(SIZES, made).selection_shares(lengths, queries, spans)
+    model = TimeModel(SIZES, replace(NOTHING, **rates) if rates else None)
+    return model.selection_shares(model.pairs(lengths, queries), spans)
 
 
 def test_shares_where_the_pairs_saved_take_twice_as_long_as_the_exchange():

@@ -518,13 +518,19 @@ class CkvGather:
             spans = self.plan_spans(seq_lens, queries, common.num_actual_tokens, first=num_decodes)
             if self.early_exchange:
                 own_lens = own_lengths(seq_lens, queries, spans)
-            batch = seq_lens[num_decodes:], queries[num_decodes:], spans
+            batch = seq_lens[num_decodes:], queries[num_decodes:]
+            pairs = None
             if self.time_model is not None and self.shard_selection:
-                shares = self.time_model.selection_shares(*batch)
+                pairs = self.time_model.pairs(*batch)
+                shares = self.time_model.selection_shares(pairs, spans)
             if self.time_model is not None and self.limits.gains_only:
-                beside_decodes = num_decode_tokens > 0
                 costs = self.time_model.costs(
-                    *batch, shares=shares, own=own_lens, beside_decodes=beside_decodes
+                    *batch,
+                    spans,
+                    shares=shares,
+                    own=own_lens,
+                    beside_decodes=num_decode_tokens > 0,
+                    pairs=pairs,
                 )
                 facts = replace(facts, costs=costs)
                 decision = decide(facts, self.limits)

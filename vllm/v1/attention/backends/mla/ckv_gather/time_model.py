@@ -166,6 +166,7 @@ class TimeModel:
         shares: int = 1,
         own: Sequence[int] = (),
         beside_decodes: bool = False,
+        pairs: int | None = None,
     ) -> Costs:
         """Both paths of one batch.
 
@@ -175,6 +176,7 @@ class TimeModel:
         own: see :meth:`.ByteModel.gathered`; that their exchange overlaps a selection is left out.
         beside_decodes: it holds decodes as well. They take the ordinary path in any case, so what
             that costs however small is theirs.
+        pairs: of :meth:`pairs`, if they have been counted.
         """
         sizes, rates = self.bytes, self.rates
         rows = sum(queries)
@@ -183,7 +185,8 @@ class TimeModel:
         ordinary_bytes = sizes.ordinary(rows)
         if rates is None:
             return Costs(gathered_bytes, ordinary_bytes)
-        pairs = self.pairs(lengths, queries)
+        if pairs is None:
+            pairs = self.pairs(lengths, queries)
         firsts = [span.num_rows for span in spans]
         others = [
             span.rows.stop - span.rows_from(begin).start
@@ -247,17 +250,15 @@ class TimeModel:
             for ((few, seconds), (many, more)), (begin, end) in parts
         )
 
-    def selection_shares(
-        self, lengths: Sequence[int], queries: Sequence[int], spans: Sequence[Span]
-    ) -> int:
+    def selection_shares(self, pairs: int, spans: Sequence[Span]) -> int:
         """N if sharing out the selection of a gathered batch takes clearly less time, else 1.
 
-        Arguments as of :meth:`costs`. Without rates by :func:`.byte_model.shards_selection`. Shares
-        are taken to be even: in a prompt's first chunk the last one sees more pools than the first.
+        pairs: of :meth:`pairs`. spans: as of :meth:`costs`. Without rates by
+        :func:`.byte_model.shards_selection`. Shares are taken to be even: in a prompt's first chunk
+        the last one sees more pools than the first.
         """
         sizes, rates = self.bytes, self.rates
         world, rows = sizes.dcp_world_size, sum(span.num_rows for span in spans)
-        pairs = self.pairs(lengths, queries)
         if rates is None:
             worth = shards_selection(rows, pairs // max(rows, 1), world, sizes.pool_topk)
         else:
