@@ -18,13 +18,15 @@ import random
 import sys
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 import torch
 from ckv_oracle import Bank, Expected
 from ckv_ranks import Arena, Result, Sizes, Step, run_step, simulated_ranks
+from ckv_rates import NOTHING
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
@@ -61,6 +63,9 @@ class Case:
         than have to be; 100: every step is one window. slack: added to it.
     gap_rows: rows between the pages of the strided caches. pages: seed of the page numbers.
     cut: part of the cached tokens, in percent, that was written first.
+    auto: prompts gather only where that gains. rates: by which that is judged, and which batches
+        share their selection out: of a collective, a byte, a pair and an ordinary row; None: bytes.
+    decode_rows: rows of a request that still count as decodes, more than one where vLLM verifies.
     """
 
     world: int
@@ -82,6 +87,9 @@ class Case:
     held: int = 100
     mixed: bool = False
     early_exchange: bool = False
+    auto: bool = False
+    rates: tuple[int, int, int, int] | None = None
+    decode_rows: int = 1
 
     def text(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -90,7 +98,9 @@ class Case:
     def parse(cls, text: str) -> Case:
         values = json.loads(text)
         requests = [Request(**{**r, "rows": tuple(r["rows"])}) for r in values["requests"]]
-        return cls(**{**values, "requests": tuple(requests)})
+        rates = values.get("rates")
+        rates = None if rates is None else tuple(rates)
+        return cls(**{**values, "requests": tuple(requests), "rates": rates})
 
 
 @st.composite
@@ -148,6 +158,9 @@ def cases(draw) -> Case:
         mixed=draw(st.booleans()),
         early_exchange=draw(st.booleans()),
         held=0 if window else draw(st.sampled_from([100, 100, 70, 50, 34, 0])),
+        auto=draw(st.sampled_from([False, False, False, True])),
+        rates=draw(st.sampled_from([None, None, (0, 0, 1, 40), (9, 1, 0, 400), (0, 1, 1, 3000)])),
+        decode_rows=draw(st.sampled_from([1, 1, 1, 2, 4])),
     )
 
 
@@ -215,12 +228,24 @@ class Player:
             shard_selection=case.shard_selection,
             mixed=case.mixed,
             early_exchange=case.early_exchange,
+            auto=case.auto,
         )
 
     def play(self) -> Counter[str]:
         case = self.case
         with simulated_ranks(self.sizes(), TorchReferenceKernels(), case.gap_rows) as started:
             self.lockstep, self.ranks = started
+            if case.rates is not None:
+                collective, byte, pair, row = map(float, case.rates)
+                rates = replace(
+                    NOTHING,
+                    collective=collective,
+                    byte=byte,
+                    pair=pair,
+                    ordinary=((0, 0.0), (1, row)),
+                )
+                for rank in self.ranks:
+                    rank.gather.adopt(rates)
             self._allocate()
             first = [max(r.cached * case.cut // 100, s) for r, s in self._cached()]
             self._write(self.shared, first)
@@ -282,11 +307,15 @@ class Player:
         active = [r for r, request in enumerate(case.requests) if request.rows[number]]
         if not active:
             return
-        # vLLM sorts decodes, which are the rows of one token, before prefills.
-        active.sort(key=lambda r: case.requests[r].rows[number] > 1)
+        # As vLLM sorts: what has a context and few rows, what has more, prompts that begin.
+        active.sort(
+            key=lambda r: (not self.done[r], case.requests[r].rows[number] > case.decode_rows)
+        )
         before = [self.done[r] for r in active]
         query_lens = [case.requests[r].rows[number] for r in active]
         ends = [b + q for b, q in zip(before, query_lens, strict=True)]
+        # And as it splits: a prompt of few rows behind a longer one is no decode.
+        decodes = list(takewhile(lambda count: count <= case.decode_rows, query_lens))
         for r, end in zip(active, ends, strict=True):
             self.done[r] = end
         step = Step(
@@ -294,7 +323,8 @@ class Player:
             query_lens=query_lens,
             seq_lens=ends,
             prefilling=[number < case.requests[r].prompt_steps for r in active],
-            num_decode_tokens=query_lens.count(1),
+            num_decode_tokens=sum(decodes),
+            num_decodes=len(decodes),
             pad_rows=case.pad_rows,
             pad_tokens=case.pad_tokens,
         )
@@ -314,6 +344,8 @@ class Player:
         first_row = first_rows.pop()
         assert first_row in (0, step.num_decode_tokens)
         self.seen[f"beside decodes, {case.record}"] += first_row > 0
+        self.seen["beside verification"] += first_row > len(decodes)
+        self.seen[f"auto, {path}"] += case.auto
         shares = {result.selection_shares for layers in results for result in layers}
         assert len(shares) == 1, f"step {number}: the ranks share the selection differently"
         if shares.pop() > 1:

@@ -46,6 +46,7 @@ INDEX_HEADS = 2
 SCALE = 512**-0.5
 POISON_ID = 0x7FFFFFF0
 LAYER = "model.layers.0.self_attn.attn"
+GATHER = "VLLM_B12X_MLA_CKV_GATHER"
 SHARD_SELECTION = "VLLM_B12X_MLA_CKV_SHARD_SELECTION"
 MAX_TOKENS = "VLLM_B12X_MLA_CKV_GATHER_MAX_TOKENS"
 MIXED = "VLLM_B12X_MLA_CKV_GATHER_MIXED"
@@ -60,7 +61,8 @@ class Sizes:
     max_rows: rows of a step.
     record: ``--kv-cache-dtype``. shard_selection: gathered batches share their selection out,
     however small they are. mixed: prompts gather beside decodes. early_exchange: records are
-    exchanged while pools are selected, where they may be.
+    exchanged while pools are selected, where they may be. auto: prompts gather only where that
+    gains.
     """
 
     world: int
@@ -78,6 +80,7 @@ class Sizes:
     max_model_len: int = 0
     mixed: bool = False
     early_exchange: bool = False
+    auto: bool = False
 
     @property
     def record_bytes(self) -> int:
@@ -268,6 +271,8 @@ class SimulatedRank:
             MIXED: str(int(sizes.mixed)),
             EARLY: str(int(sizes.early_exchange)),
         }
+        if sizes.auto:
+            flags[GATHER] = "auto"
         with patch.dict(os.environ, flags):
             self.gather = plan.CkvGather(configuration(sizes))
         self.gather.limits = replace(self.gather.limits, min_query_tokens=sizes.min_tokens)

@@ -48,6 +48,8 @@ def test_random_cases_equal_one_rank(capsys):
         assert seen["shared selection, fewer rows than ranks"] > 0
         assert seen["early exchange of a context"] > CASES // 50
         assert seen["early exchange, several requests"] > 0
+        assert min(seen["auto, gathered"], seen["auto, ordinary"]) > CASES // 50
+        assert seen["beside verification"] > 0
         for what in (
             "early exchange",
             "several spans",
