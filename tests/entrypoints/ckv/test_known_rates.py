@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vllm.entrypoints.ckv.known_rates import COLLECTIVE, GPUS, LINK_EFFICIENCY, known_rates
-from vllm.v1.attention.backends.mla.ckv_gather.byte_model import ByteModel
+from vllm.v1.attention.backends.mla.ckv_gather.byte_model import ByteModel, last_gain
 from vllm.v1.attention.backends.mla.ckv_gather.time_model import TimeModel, at
 from vllm.v1.attention.backends.mla.ckv_gather.windows import plan_spans
 
@@ -123,9 +123,11 @@ def test_the_slower_the_link_the_more_bytes_decide():
         return plan_spans([context], [256], capacity=10**7, granule=8704, num_rows=256)
 
     def ends(link_gbps):
-        return model(64, link_gbps).break_even(256, spans)
+        given = model(64, link_gbps)
+        return last_gain(lambda n: given.costs([n], [256], spans(n)).gains, 256)
 
-    in_bytes = model(64).bytes.break_even(256)
+    sizes = model(64).bytes
+    in_bytes = last_gain(lambda n: sizes.gathered([n]) < sizes.ordinary(256), 256)
     assert in_bytes < ends(24.7) < ends(244)
     assert ends(0.1) == pytest.approx(in_bytes, rel=0.01)
     # That is where it ends: one token more does not pay.

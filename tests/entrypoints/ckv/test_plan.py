@@ -170,7 +170,36 @@ def test_a_shared_selection_needs_its_bytes_only_where_others_do_not_have_them(s
     index = 16 * 2**20 + 2 * 33 * max_tokens
     assert shared.workspace_bytes >= max(plain.workspace_bytes, index)
     assert (shared.workspace_bytes > plain.workspace_bytes) == (max_tokens == 9216)
-    assert shared.rows == plain.rows
+
+
+def test_a_selection_is_shared_where_the_rates_say_so(sizes):
+    plain, shared = (make(sizes, gpu="h200", shard_selection=switch) for switch in (False, True))
+    assert {row.selection_shares for row in plain.rows} == {1}
+    # Over the first chunk nothing is gained, over the longest context most.
+    assert [row.selection_shares for row in shared.rows] == sorted(
+        row.selection_shares for row in shared.rows
+    )
+    assert shared.rows[0] == plain.rows[0]
+    one, other = plain.rows[-1], shared.rows[-1]
+    assert other.selection_shares == 4 and other.ckv_seconds < one.ckv_seconds
+    # Of 8,192 rows those of three ranks, 512 ids each.
+    ids = 3 * 8192 // 4 * 512 * 4
+    assert other.ckv_bytes == one.ckv_bytes + sizes.attention_layers * ids
+    assert shared.break_even_seconds > plain.break_even_seconds
+    assert shared.break_even_bytes < plain.break_even_bytes
+    assert "shares" in p.describe(shared) and "shares" not in p.describe(plain)
+
+
+def test_beside_decodes_the_ordinary_path_costs_less(sizes):
+    alone, mixed = (make(sizes, gpu="h200", mixed=switch) for switch in (False, True))
+    for one, other in zip(alone.rows, mixed.rows, strict=True):
+        assert (one.ckv_bytes, one.dcp_bytes) == (other.ckv_bytes, other.dcp_bytes)
+        assert one.ckv_seconds == other.ckv_seconds and one.dcp_seconds > other.dcp_seconds
+    assert alone.break_even_seconds > mixed.break_even_seconds > 0
+    assert alone.break_even_bytes == mixed.break_even_bytes
+    assert alone.workspace_bytes == mixed.workspace_bytes
+    assert "GB/s, beside decodes" in p.describe(mixed)
+    assert "beside decodes\n" not in p.describe(alone)
 
 
 @pytest.mark.parametrize("gpu", ["b200", "h200", "rtx-pro-6000"])
@@ -182,6 +211,15 @@ def test_an_early_exchange_has_memory_of_its_own_and_moves_the_context_alone(siz
     chunk = plain.rows[0].context_tokens
     for one, other in zip(plain.rows, early.rows, strict=True):
         assert one.ckv_bytes - other.ckv_bytes == sizes.attention_layers * 3 * chunk // 4 * 528
+    # It gains up to longer contexts, by nearly the chunk in bytes.
+    plain, early = (
+        make(sizes, gpu=gpu, max_num_batched_tokens=512, early_exchange=switch)
+        for switch in (False, True)
+    )
+    further = early.break_even_bytes - plain.break_even_bytes
+    assert early.break_even_bytes < early.max_model_len
+    assert further == pytest.approx(512 * 528 / 561, abs=16)
+    assert early.break_even_seconds > plain.break_even_seconds > 512
     windows = [make(sizes, max_tokens=9216, early_exchange=switch).rows for switch in (False, True)]
     assert windows[0][1:] == windows[1][1:] and windows[0][1].windows > 1
 
@@ -424,13 +462,15 @@ def test_the_command_prints_writes_and_draws(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     document, picture = tmp_path / "plan.json", tmp_path / "plan.png"
     command = ["plan", str(MODEL), "--gpu", "h200", "--json", str(document), "--plot", str(picture)]
-    assert cli.main([*command, "--max-model-len", "600000"]) == 0
+    switches = ["--shard-selection", "--early-exchange", "--mixed"]
+    assert cli.main([*command, "--max-model-len", "600000", *switches]) == 0
     text = capsys.readouterr().out
     for words in ("page ", "capacity ", "workspace ", "KV cache ", "less time ", "524,288"):
         assert words in text
     plan = json.loads(document.read_text())
     assert plan["page_tokens"] == 2304 and plan["rows"][0]["context_tokens"] == 8192
     assert plan["model"]["name"] == "flash_slice"
+    assert plan["shard_selection"] and plan["early_exchange"] and plan["mixed"]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

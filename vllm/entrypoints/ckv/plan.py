@@ -13,7 +13,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from math import lcm
 from pathlib import Path
@@ -29,7 +29,11 @@ from vllm.entrypoints.ckv.output import (
     size,
 )
 from vllm.v1.attention.backends.mla.ckv_gather import chunks
-from vllm.v1.attention.backends.mla.ckv_gather.byte_model import ByteModel, ordinary_peak_bytes
+from vllm.v1.attention.backends.mla.ckv_gather.byte_model import (
+    ByteModel,
+    last_gain,
+    ordinary_peak_bytes,
+)
 from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
     FP8_DS_MLA,
     INDEX_PAGE_BYTES,
@@ -40,7 +44,7 @@ from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
     RecordFormat,
     max_index_pages,
 )
-from vllm.v1.attention.backends.mla.ckv_gather.time_model import TimeModel
+from vllm.v1.attention.backends.mla.ckv_gather.time_model import Costs, TimeModel
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backends.mla.ckv_gather.workspace import KernelScratch
@@ -210,6 +214,8 @@ class ContextRow:
     context_tokens: visible to the last query of the chunk, which is part of it.
     ckv_seconds, dcp_seconds: of exchanges, selection and attention, in all layers.
     windows: in which it is gathered; more than one if the context exceeds the reserved tokens.
+    selection_shares: ranks that select for a share of the chunk each, 1 if every one selects for
+        all of it.
     """
 
     context_tokens: int
@@ -218,6 +224,7 @@ class ContextRow:
     ckv_seconds: float
     dcp_seconds: float
     windows: int
+    selection_shares: int
 
 
 @dataclass(frozen=True)
@@ -235,8 +242,9 @@ class Plan:
     ordinary_peak_bytes: what ordinary DCP prefill takes at its largest chunk, for comparison.
     kv_tokens_given_up: tokens of the KV cache of all ranks that the bytes would have held which
         are reserved with the gather on and not with it off.
+    shard_selection, early_exchange, mixed: options that estimates and sizes are for.
     break_even_bytes: context up to which a gather moves fewer bytes. break_even_seconds: up to
-        which it takes less time by this estimate.
+        which it takes less time by this estimate. A shared selection may gain once more behind it.
     """
 
     model: ModelSizes
@@ -250,6 +258,9 @@ class Plan:
     max_num_seqs: int
     max_num_batched_tokens: int
     dcp_comm_backend: str
+    shard_selection: bool
+    early_exchange: bool
+    mixed: bool
     link_gbps: float
     page_tokens: int
     chunks: str | None
@@ -384,21 +395,24 @@ def make_plan(
     speculative_tokens: int = 0,
     shard_selection: bool = False,
     early_exchange: bool = False,
+    mixed: bool = False,
     gpu_assumed: bool = False,
 ) -> Plan:
     """Plan ``sizes`` on ``gpu``; the arguments are vLLM's flags of the same names.
 
     max_tokens: ``VLLM_B12X_MLA_CKV_GATHER_MAX_TOKENS``.
-    shard_selection: ``VLLM_B12X_MLA_CKV_SHARD_SELECTION``, which needs memory; bytes on the link
-        and times are estimated without it.
+    shard_selection: ``VLLM_B12X_MLA_CKV_SHARD_SELECTION``, which needs memory and shares out where
+        these rates say so.
     early_exchange: ``VLLM_B12X_MLA_CKV_EARLY_EXCHANGE``, which needs memory and moves the context's
         records alone; that they move beside the selection is left out of the times.
+    mixed: ``VLLM_B12X_MLA_CKV_GATHER_MIXED``: times are those of a chunk beside decodes, whose
+        ordinary collectives are there on either path; bytes are the chunk's alone in any case.
 
     Raises:
         UsageError, ValueError: the sizes do not go together; the message has the remedy.
     """
     from vllm.v1.attention.backends.mla.ckv_gather.staging import device_bytes
-    from vllm.v1.attention.backends.mla.ckv_gather.windows import Span, own_lengths, plan_spans
+    from vllm.v1.attention.backends.mla.ckv_gather.windows import own_lengths, plan_spans
     from vllm.v1.attention.backends.mla.ckv_gather.workspace import (
         NO_SCRATCH,
         KernelScratch,
@@ -491,17 +505,23 @@ def make_plan(
     chunk = min(max_num_batched_tokens, max_model_len)
     layers = sizes.attention_layers
 
-    def spans(context: int) -> list[Span]:
+    @cache
+    def judged(context: int) -> tuple[Costs, int, int]:
+        """What a chunk costs, its windows, and the ranks that select for a share of it."""
         granule = geometry.window_granule
         # Less than a window is reserved where no context is longer; the search for the end of the
         # gain passes that all the same.
         window = max(limit, granule)
-        return plan_spans([context], [chunk], capacity=window, granule=granule, num_rows=chunk)
+        batch = [context], [chunk]
+        cut = plan_spans(*batch, capacity=window, granule=granule, num_rows=chunk)
+        own = own_lengths(*batch, cut) if early_exchange else ()
+        pairs = times.pairs(*batch)
+        shares = times.selection_shares(pairs, cut) if shard_selection else 1
+        costs = times.costs(*batch, cut, shares=shares, own=own, beside_decodes=mixed, pairs=pairs)
+        return costs, sum(span.num_windows for span in cut), shares
 
     def row(context: int) -> ContextRow:
-        cut = spans(context)
-        own = own_lengths([context], [chunk], cut) if early_exchange else ()
-        costs = times.costs([context], [chunk], cut, own=own)
+        costs, windows, shares = judged(context)
         assert costs.gathered_seconds is not None and costs.ordinary_seconds is not None
         return ContextRow(
             context_tokens=context,
@@ -509,8 +529,16 @@ def make_plan(
             dcp_bytes=layers * costs.ordinary_bytes,
             ckv_seconds=layers * costs.gathered_seconds,
             dcp_seconds=layers * costs.ordinary_seconds,
-            windows=sum(span.num_windows for span in cut),
+            windows=windows,
+            selection_shares=shares,
         )
+
+    def fewer_bytes(context: int) -> bool:
+        costs, _, _ = judged(context)
+        return costs.gathered_bytes < costs.ordinary_bytes
+
+    def less_time(context: int) -> bool:
+        return judged(context)[0].gains
 
     contexts = [chunk]
     while contexts[-1] * 2 < max_model_len:
@@ -529,6 +557,9 @@ def make_plan(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         dcp_comm_backend=dcp_comm_backend,
+        shard_selection=shard_selection,
+        early_exchange=early_exchange,
+        mixed=mixed,
         link_gbps=link,
         page_tokens=page,
         chunks=(
@@ -546,8 +577,8 @@ def make_plan(
         ordinary_peak_bytes=ordinary_peak_bytes(chunk, local_heads * dcp),
         kv_block_bytes=block,
         kv_tokens_given_up=-(-more // block) * page * dcp,
-        break_even_bytes=times.bytes.break_even(chunk),
-        break_even_seconds=times.break_even(chunk, spans),
+        break_even_bytes=last_gain(fewer_bytes, chunk),
+        break_even_seconds=last_gain(less_time, chunk),
         rows=[row(context) for context in contexts],
     )
 
@@ -587,13 +618,15 @@ def describe(plan: Plan) -> str:
         f"KV cache        {plan.kv_tokens_given_up:,} tokens given up, of all ranks together",
         f"fewer bytes     {_pays(plan.break_even_bytes, chunk, plan.max_model_len)}",
         f"less time       {_pays(plan.break_even_seconds, chunk, plan.max_model_len)}, "
-        f"estimated for {plan.link_gbps:.3g} GB/s",
+        f"estimated for {plan.link_gbps:.3g} GB/s" + (", beside decodes" if plan.mixed else ""),
         *([] if plan.chunks is None else ["", plan.chunks.replace("; ", ";\n")]),
         "",
         f"a chunk of {chunk:,} tokens in all sparse MLA layers: received by one rank, and how long",
         "their collectives, selection and attention take, which is a part of the prefill:",
     ]
     table = [["context", "full-CKV", "ordinary DCP", "ratio", "ms", "(DCP ms)", "windows"]]
+    if plan.shard_selection:
+        table[0].append("shares")
     table += [
         [
             f"{row.context_tokens:,}",
@@ -603,6 +636,7 @@ def describe(plan: Plan) -> str:
             f"{row.ckv_seconds * 1e3:.2f}",
             f"{row.dcp_seconds * 1e3:.2f}",
             f"{row.windows}",
+            *([f"{row.selection_shares}"] if plan.shard_selection else []),
         ]
         for row in plan.rows
     ]
@@ -694,12 +728,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shard-selection",
         action="store_true",
-        help="reserve for VLLM_B12X_MLA_CKV_SHARD_SELECTION=1; estimates leave it out",
+        help="plan for VLLM_B12X_MLA_CKV_SHARD_SELECTION=1: its memory, bytes and times",
     )
     parser.add_argument(
         "--early-exchange",
         action="store_true",
         help="plan for VLLM_B12X_MLA_CKV_EARLY_EXCHANGE=1: its memory and bytes, not its overlap",
+    )
+    parser.add_argument(
+        "--mixed",
+        action="store_true",
+        help="plan for VLLM_B12X_MLA_CKV_GATHER_MIXED=1: times of a chunk beside decodes",
     )
     parser.add_argument("--kv-cache-dtype", choices=RECORDS, default=FP8_DS_MLA.name)
     parser.add_argument("--block-size", type=int, help="default: vLLM's choice")
@@ -745,6 +784,7 @@ def run(arguments: argparse.Namespace) -> int:
             speculative_tokens=arguments.num_speculative_tokens,
             shard_selection=arguments.shard_selection,
             early_exchange=arguments.early_exchange,
+            mixed=arguments.mixed,
         )
         if arguments.plot is not None:
             draw(plan, arguments.plot)

@@ -9,6 +9,7 @@ from ckv_rates import NOTHING
 
 from vllm.v1.attention.backends.mla.ckv_gather import exchange, startup
 from vllm.v1.attention.backends.mla.ckv_gather import plan as plan_module
+from vllm.v1.attention.backends.mla.ckv_gather.byte_model import last_gain
 from vllm.v1.attention.backends.mla.ckv_gather.eligibility import Reason
 from vllm.v1.attention.backends.mla.ckv_gather.time_model import TimeModel
 from vllm.v1.attention.backends.mla.sparse_mla_kernels.torch_reference import TorchReferenceKernels
@@ -23,6 +24,12 @@ def make_auto(make_gather, monkeypatch):
     return make
 
 
+def break_even(gather, chunk):
+    """The longest context of one request at which its ``chunk`` moves fewer bytes."""
+    sizes = gather.time_model.bytes
+    return last_gain(lambda context: sizes.gathered([context]) < sizes.ordinary(chunk), chunk)
+
+
 def plan(gather, batch, **changes):
     return gather.plan_batch(batch, num_decode_tokens=0, capturing=False, **changes)
 
@@ -30,7 +37,7 @@ def plan(gather, batch, **changes):
 def test_it_gathers_exactly_while_that_moves_fewer_bytes(make_auto, make_common):
     gather = make_auto(max_model_len=100_000)
     chunk = 17
-    last = gather.time_model.bytes.break_even(chunk)
+    last = break_even(gather, chunk)
     assert chunk < last < 100_000
     assert plan(gather, make_common([chunk], [last])) is not None
     assert plan(gather, make_common([chunk], [last + 1])) is None
@@ -42,13 +49,14 @@ def test_requests_are_added_up(make_auto, make_common):
     gather = make_auto(max_model_len=100_000)
     lengths = [5000, 7, 900]
     queries = [20, 7, 400]
-    expected = gather.time_model.bytes.gains(sum(queries), lengths)
+    sizes = gather.time_model.bytes
+    expected = sizes.gathered(lengths) < sizes.ordinary(sum(queries))
     assert (plan(gather, make_common(queries, lengths)) is not None) == expected
 
 
 def test_padding_rows_do_not_count(make_auto, make_common):
     gather = make_auto(max_model_len=100_000)
-    last = gather.time_model.bytes.break_even(17)
+    last = break_even(gather, 17)
     assert plan(gather, make_common([17], [last], pad_rows=3)) is not None
 
 
@@ -56,7 +64,7 @@ def test_decodes_beside_the_prompts_move_no_bytes(make_auto, make_common, monkey
     """Neither their context on one side, nor their rows on the other."""
     monkeypatch.setenv("VLLM_B12X_MLA_CKV_GATHER_MIXED", "1")
     gather = make_auto(max_model_len=100_000)
-    last = gather.time_model.bytes.break_even(17)
+    last = break_even(gather, 17)
     for visible in (last, last + 1):
         batch = make_common([1, 17], [90_000, visible], [False, True])
         made = gather.plan_batch(batch, num_decode_tokens=1, capturing=False)

@@ -5,7 +5,11 @@ import pytest
 import torch
 
 from vllm.v1.attention.backends.mla.ckv_gather import byte_model
-from vllm.v1.attention.backends.mla.ckv_gather.byte_model import ByteModel, shards_selection
+from vllm.v1.attention.backends.mla.ckv_gather.byte_model import (
+    ByteModel,
+    last_gain,
+    shards_selection,
+)
 from vllm.v1.attention.backends.mla.ckv_gather.layout import plan_layout
 
 
@@ -43,24 +47,30 @@ def test_worked_numbers():
     assert model().gathered([65_536]) == 3 * 65_536 // 4 * 561
 
 
+@pytest.mark.parametrize("least", [1, 17, 9999])
+@pytest.mark.parametrize("last", [17, 18, 9999, 10_000])
+def test_the_last_context_that_gains(least, last):
+    tried = []
+
+    def gains(context):
+        tried.append(context)
+        return context <= last
+
+    assert last_gain(gains, least) == (last if least <= last else 0)
+    assert min(tried) == least
+
+
 @pytest.mark.parametrize("chunk", [1, 17, 512, 8192])
 @pytest.mark.parametrize("world", [2, 4, 8])
-def test_break_even_is_the_last_length_that_gains(world, chunk):
+def test_gathered_bytes_grow_with_the_context_and_ordinary_ones_do_not(world, chunk):
     layer = model(dcp_world_size=world)
-    length = layer.break_even(chunk)
-    assert layer.gains(chunk, [length])
-    assert not layer.gains(chunk, [length + 1])
+    length = last_gain(lambda n: layer.gathered([n]) < layer.ordinary(chunk), 1)
+    assert layer.gathered([length]) < layer.ordinary(chunk) <= layer.gathered([length + 1])
 
 
-def test_without_other_ranks_there_is_nothing_to_gain():
+def test_without_other_ranks_nothing_is_received():
     layer = model(dcp_world_size=1)
-    assert not layer.gains(8192, [8192])
-    assert layer.break_even(8192) == 0
-
-
-def test_a_layer_that_exchanges_nothing_else_never_gains():
-    layer = model(local_heads=0, pool_topk=0)
-    assert layer.break_even(100) == 0
+    assert layer.gathered([8192]) == layer.ordinary(8192) == 0
 
 
 def test_a_shared_selection_adds_the_ids_of_the_other_shares():

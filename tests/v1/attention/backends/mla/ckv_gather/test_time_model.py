@@ -91,6 +91,12 @@ def test_a_small_batch_takes_as_long_as_its_launches():
     assert longer(ordinary=two, ordinary_host=3.0, gathered=two, gathered_host=1.0) == (3, 2)
 
 
+def test_prompts_without_a_context_exchange_no_record_of_their_own():
+    assert costs("collective", [20, 7], [20, 7], own=[20, 7]) == (4, 1)
+    assert costs("collective", [20, 7], [20, 7]) == (4, 2)
+    assert costs("collective", [100], [20], own=[20]) == (4, 2)
+
+
 def test_a2a_takes_a_collective_less():
     assert costs("collective", sizes=replace(SIZES, a2a=True)) == (3, 2)
 
@@ -184,12 +190,3 @@ def test_rows_lie_between_points():
     assert [at(curve, rows) for rows in (0, 16, 24, 32, 80, 128, 160)] == [2, 2, 2.5, 3, 6, 9, 11]
     assert at((), 5) == 0 and at(((16, 2.0),), 1) == at(((16, 2.0),), 99) == 2
     assert at(((1, 2.0), (2, 1.0)), 9) == 0
-
-
-def test_break_even_is_the_last_context_that_gains():
-    def spans(context):
-        return plan_spans([context], [64], capacity=4096, granule=1024, num_rows=64)
-
-    model = TimeModel(SIZES, replace(NOTHING, ordinary=ONE, token=1e-4))
-    assert model.break_even(64, spans) == 9999
-    assert replace(model, rates=NOTHING).break_even(64, spans) == 0

@@ -51,19 +51,20 @@ def shards_selection(rows: int, pools: int, world: int, pool_topk: int) -> bool:
     return saved > PAIRS_PER_EXCHANGE + PAIRS_PER_BYTE * selection_bytes(rows, pool_topk, world)
 
 
-def first_loss(gains: Callable[[int], bool], known: int) -> int:
-    """The shortest context at which a gather gains no more.
+def last_gain(gains: Callable[[int], bool], least: int) -> int:
+    """The longest context at which a gather gains; 0 if it does not at ``least``, the shortest.
 
     gains: whether it does at a context; once it does not, it never does again.
-    known: a context at which it does.
     """
-    low, high = known, 2 * known
+    if not gains(least):
+        return 0
+    low, high = least, 2 * least
     while gains(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if gains(middle) else (low, middle)
-    return high
+    return low
 
 
 def ordinary_peak_bytes(query_tokens: int, all_heads: int) -> int:
@@ -135,18 +136,3 @@ class ByteModel:
         Log-sum-exps travel with the outputs under a2a, and on their own otherwise.
         """
         return 3 if self.a2a else 4
-
-    def gains(self, query_tokens: int, lengths: Sequence[int]) -> bool:
-        """Whether a gather moves fewer bytes than the ordinary path."""
-        return self.gathered(lengths) < self.ordinary(query_tokens)
-
-    def break_even(self, query_tokens: int) -> int:
-        """Longest context, in tokens of one request with the chunk itself, at which a gather gains.
-
-        query_tokens: of the chunk. 0: a gather never gains.
-        """
-
-        def gains(context: int) -> bool:
-            return self.gains(query_tokens, [context])
-
-        return first_loss(gains, 1) - 1 if gains(1) else 0

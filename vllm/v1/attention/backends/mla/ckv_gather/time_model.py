@@ -14,7 +14,7 @@ A device's time on a path is its collectives, its index scoring, its attention, 
 selects. The rows of a window are those that see it. The ordinary path scores and attends to 1/N of
 pairs and tokens on each rank, with N times the heads; a shared-out selection scores 1/N too. Bytes
 are those of :mod:`.byte_model`. A path takes three or four collectives; a gather two for every
-window, and one for every span whose selection is shared out.
+window, or one where no record is exchanged, and one for every span whose selection is shared out.
 
 A small batch takes as long as the host takes to launch it, whatever its sizes: the path's time is
 the longer of the two.
@@ -29,14 +29,13 @@ have in common, writing records and pools for example, is left out.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.attention.backends.mla.ckv_gather.byte_model import (
     ByteModel,
-    first_loss,
     shards_selection,
 )
 from vllm.v1.attention.backends.mla.ckv_gather.counters import selection_bytes
@@ -194,8 +193,10 @@ class TimeModel:
             for begin in span.bounds[1:-1]
         ]
         windows = len(firsts) + len(others)
+        # Without a context there is no record to exchange where every rank writes its own.
+        exchanges = 2 * windows + len(shared) - (sum(own) == sum(lengths))
         gathered = (
-            (2 * windows + len(shared)) * rates.collective
+            exchanges * rates.collective
             + gathered_bytes * rates.byte
             + sum(at(rates.gathered, seen) for seen in firsts + others)
             + pairs / shares * rates.pair
@@ -268,14 +269,3 @@ class TimeModel:
             # Twice, for the host's part is left out: where less is saved, two H200s were no faster.
             worth = saved > 2 * exchanged
         return world if worth else 1
-
-    def break_even(self, query_tokens: int, spans_of: Callable[[int], Sequence[Span]]) -> int:
-        """Longest context of one request, the chunk of ``query_tokens`` included, that gains.
-
-        spans_of: cuts a context, given its tokens, into spans. 0: a gather never gains.
-        """
-
-        def gains(context: int) -> bool:
-            return self.costs([context], [query_tokens], spans_of(context)).gains
-
-        return first_loss(gains, query_tokens) - 1 if gains(query_tokens) else 0
