@@ -43,6 +43,9 @@ TRITON_LEAST_US, TRITON_US, TRITON_HEAD_US = 3352, 180, 128.7
 
 ROW_US = {"merge_pool_candidates": 101.9, "expand_pools": 15.8, "filter_local": 44.4, "remap": 27.1}
 
+MERGED_RANKS = 2
+"""Ranks whose candidates were merged there, 512 of each."""
+
 FLASHMLA_COPIES_US = 80
 """Copying the queries and the results of FlashMLA's padding heads."""
 
@@ -116,6 +119,10 @@ def known_rates(
     def curve(row: float) -> Curve:
         return ((0, LAUNCHES), (ROWS, LAUNCHES + copies * ROWS * row))
 
+    # Every step of the merge's search looks at all candidates, padded to a power of two. Taken to
+    # be all that it does, though putting the best in order takes the same for any number. More than
+    # 1,024 were not measured.
+    merges = 2 ** (world - 1).bit_length() / MERGED_RANKS
     all_heads = world * local_heads
     heads_copied = PASSES * HEAD_BYTES / (base.memory_gbps * 1e9)
     padding = FLASHMLA_COPIES_US * US / ROWS if flashmla else 0.0
@@ -129,7 +136,8 @@ def known_rates(
         all_heads=attention(all_heads, gathered=False),
         ordinary=curve(
             CHOICE
-            + rows("merge_pool_candidates", "expand_pools", "filter_local")
+            + merges * rows("merge_pool_candidates")
+            + rows("expand_pools", "filter_local")
             + all_heads * heads_copied
         ),
         gathered=curve(CHOICE + rows("expand_pools", "remap") + padding),
