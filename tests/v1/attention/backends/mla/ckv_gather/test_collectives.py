@@ -54,7 +54,8 @@ class Batch:
 
     held: what is reserved, in percent of need, but no less than has to be. spare: added to it.
     auto: gather only where that moves fewer bytes. shard: share the selection out. mixed: prompts
-    may gather beside decodes. rates: of the time model, which then decides.
+    may gather beside decodes. rates: of the time model, which then decides. early: exchange the
+    records of a context alone, behind its keys.
     """
 
     world: int
@@ -76,6 +77,7 @@ class Batch:
     held: int = 100
     mixed: bool = False
     rates: Rates | None = None
+    early: bool = False
 
 
 @st.composite
@@ -101,6 +103,7 @@ def batches(draw) -> Batch:
         record=draw(st.sampled_from(["fp8_ds_mla", "nvfp4_ds_mla"])),
         shard=draw(st.booleans()),
         mixed=draw(st.booleans()),
+        early=draw(st.booleans()),
         held=draw(st.sampled_from([100, 100, 60, 30, 0])),
     )
 
@@ -168,8 +171,18 @@ def prompt_calls(batch: Batch, sizes: Sizes) -> list[Call]:
 
 
 def exchanges(batch: Batch, sizes: Sizes) -> tuple[list[Call], list[Call]]:
-    """Of keys and selections, and of records, from numbers that every rank knows."""
+    """Of keys and selections, and of records, from numbers that every rank knows.
+
+    Records that start early are among the former, between keys and selection.
+    """
     world, interleave = batch.world, batch.interleave
+    cut, prompts = spans(batch, sizes), step_order(batch)[num_decodes(batch) :]
+    early = (
+        batch.early
+        and [len(windows) for _, windows in cut] == [1]
+        # Nobody else writes what is sent: a batch of one request, or no context at all.
+        and (len(batch.rows) == 1 or not any(batch.cached[r] for r in prompts))
+    )
 
     def largest(units: list[int], run: int) -> int:
         return max(
@@ -178,9 +191,13 @@ def exchanges(batch: Batch, sizes: Sizes) -> tuple[list[Call], list[Call]]:
         )
 
     selection, attention = [], []
-    for rows, windows in spans(batch, sizes):
+    for rows, windows in cut:
         for tokens in windows:
             selection.append(largest([n // 4 for n in tokens], interleave // 4) * 132)
+            if early:
+                context = [batch.cached[r] for r in prompts]
+                selection.append(largest(context, interleave) * sizes.record_bytes)
+                continue
             attention.append(largest(tokens, interleave) * sizes.record_bytes)
         selection.append(batch.shard * -(-rows // world) * sizes.pool_topk * 4)
 
@@ -227,6 +244,7 @@ def play(batch: Batch, change=lambda rank: None) -> tuple[Lockstep, Sizes]:
         max_num_seqs=batch.max_num_seqs,
         record=batch.record,
         shard_selection=batch.shard,
+        early_exchange=batch.early,
     )
     order = step_order(batch)
     step = Step(
