@@ -159,6 +159,9 @@ FLAGS: tuple[Flag, ...] = (
     ),
 )
 
+OF_THE_GATHER = "VLLM_B12X_MLA_CKV_"
+"""How the flags begin that have no effect unless the first of them is on."""
+
 _version_reported = False
 _hardware_reported = False
 

@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from vllm.entrypoints.ckv import doctor as d
 from vllm.entrypoints.ckv.selftest import SelfTest, run_self_test
 from vllm.platforms.ckv_reference import environment
+from vllm.plugins.b12x_mla_sparse import FLAGS
 from vllm.v1.attention.backends.mla.ckv_gather import metrics
 from vllm.v1.attention.backends.mla.ckv_gather.counters import GatherCounters
 from vllm.v1.attention.backends.mla.ckv_gather.eligibility import Reason
@@ -84,6 +85,28 @@ def test_wrong_surroundings_are_named_with_a_remedy():
     assert "sk-secret" not in result.stdout
     assert "self-test" not in result.stdout
     assert result.stdout.rstrip().endswith("verdict: 4 problems")
+
+
+@pytest.mark.parametrize("mode", [None, "0", "1", "auto"])
+def test_options_of_a_gather_that_is_off_are_named(monkeypatch, mode):
+    for flag in FLAGS:
+        monkeypatch.delenv(flag.name, raising=False)
+    if mode is not None:
+        monkeypatch.setenv("VLLM_B12X_MLA_CKV_GATHER", mode)
+    monkeypatch.setenv("VLLM_CKV_DEBUG", "1")
+    report = d.Report()
+    d.examine_flags(report)
+    assert not report.notes and not report.problems
+    monkeypatch.setenv("VLLM_B12X_MLA_CKV_EARLY_EXCHANGE", "1")
+    monkeypatch.setenv("VLLM_B12X_MLA_CKV_GATHER_MIXED", "1")
+    d.examine_flags(report)
+    said = (
+        "VLLM_B12X_MLA_CKV_GATHER_MIXED and VLLM_B12X_MLA_CKV_EARLY_EXCHANGE without effect here: "
+        f"VLLM_B12X_MLA_CKV_GATHER is {mode or 'unset'}; set it to 1 or auto"
+    )
+    assert report.notes == ([said] if mode in (None, "0") else [])
+    # Every flag is shown, whatever it is set to.
+    assert set(report.sections["flags"]) >= {flag.name for flag in FLAGS}
 
 
 def test_the_bug_report_asks_for_it():

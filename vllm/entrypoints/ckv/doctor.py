@@ -125,7 +125,7 @@ def examine_registration(report: Report) -> None:
 
 def examine_flags(report: Report) -> None:
     """Every flag with its value and where that comes from; then the variables around them."""
-    from vllm.plugins.b12x_mla_sparse import FLAGS, check_flags
+    from vllm.plugins.b12x_mla_sparse import FLAGS, OF_THE_GATHER, check_flags
 
     values = report.sections["flags"] = {}
     for flag in FLAGS:
@@ -141,6 +141,13 @@ def examine_flags(report: Report) -> None:
         check_flags()
     except ValueError as error:
         report.problems.append(str(error))
+    switch, *options = (flag for flag in FLAGS if flag.name.startswith(OF_THE_GATHER))
+    idle = [flag.name for flag in options if flag.name in os.environ]
+    if idle and os.environ.get(switch.name, "0") == "0":
+        report.notes.append(
+            f"{' and '.join(idle)} without effect here: {switch.name} is "
+            f"{os.environ.get(switch.name, 'unset')}; set it to 1 or auto"
+        )
     for name in ENVIRONMENT:
         if name in os.environ:
             values[name] = f"{os.environ[name]} (environment)"

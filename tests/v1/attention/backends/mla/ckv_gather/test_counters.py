@@ -103,6 +103,8 @@ def test_summary_of_large_numbers():
         "gathered 812 batches in 1,815 windows, 3.1 M tokens; ordinary: 10 mixed, 2 short"
     )
     assert totals.prefill_batches == 824
+    totals.mixed_batches = 1400
+    assert "1,815 windows, 1,400 of them beside decodes, 3.1 M tokens; " in totals.summary()
     assert c.GatherCounters().summary() == (
         "gathered 0 batches in 0 windows, 0 tokens; ordinary: none"
     )

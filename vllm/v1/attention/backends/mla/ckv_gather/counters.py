@@ -154,9 +154,10 @@ class GatherCounters:
             for reason in Reason
             if self.ordinary[reason] and reason not in NOT_PREFILL
         ]
+        beside = f"{self.mixed_batches:,} of them beside decodes, " if self.mixed_batches else ""
         return (
             f"gathered {self.gathered_batches:,} batches in {self.gathered_windows:,} windows, "
-            f"{_short(self.gathered_query_tokens)} tokens; "
+            f"{beside}{_short(self.gathered_query_tokens)} tokens; "
             f"ordinary: {', '.join(refused) or 'none'}"
         )
 
