@@ -256,6 +256,24 @@ class Broken(TorchReferenceKernels):
         if self.fault == "records":
             out[3] = out[2]
 
+    def write_records(self, latents, cache, slots):
+        # Those that every rank writes by itself lie in order.
+        if self.fault == "own records" and slots[0] == 0 and slots[1] == 1 and (slots >= 0).all():
+            latents = latents.roll(1, 0)
+        super().write_records(latents, cache, slots)
+
+    def remap(self, *args, **options):
+        if self.fault == "own rows":
+            options["own_starts"] = options["own_starts"] - 1
+        if self.fault == "window" and options["window"]:
+            begin, end = options["window"]
+            options["window"] = (begin, (begin + end) // 2)
+        return super().remap(*args, **options)
+
+    def merge_pool_candidates(self, scores, global_ids, topk):
+        ids, best = super().merge_pool_candidates(scores, global_ids, topk)
+        return (global_ids[:, :topk] if self.fault == "merge" else ids), best
+
     def unpack_pools(self, *args):
         super().unpack_pools(*args)
         if self.fault == "pools":
@@ -282,6 +300,10 @@ class Broken(TorchReferenceKernels):
         ("selection", "selection is off"),
         ("output", "attention is off"),
         ("lse", "log-sum-exps are off"),
+        ("own records", "gathered records differ"),
+        ("own rows", "attention is off"),
+        ("window", "attention is off"),
+        ("merge", "selection is off"),
         ("none", None),
     ],
 )

@@ -2,13 +2,16 @@
 """A gather of two ranks in one process, through one kernel provider, against float64.
 
 One request of a few thousand tokens. Both ranks' caches are written, packed into one rank-major
-buffer, unpacked, selected from and attended to by the provider; the answers are computed once more
-in float64 from the records' bytes, by code that shares nothing with a provider.
+buffer, unpacked, selected from and attended to by the provider: in one window, in one with the last
+records written by every rank itself, and in two windows, whose candidates and outputs are merged.
+The answers are computed once more in float64 from the records' bytes, by code that shares nothing
+with a provider.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +27,12 @@ from vllm.v1.attention.backends.mla.ckv_gather.layout import (
     StagedLayout,
     plan_index_pages,
     plan_layout,
+    plan_own_rows,
+)
+from vllm.v1.attention.backends.mla.ckv_gather.windows import (
+    Candidates,
+    merge_attention,
+    merge_candidates,
 )
 
 if TYPE_CHECKING:
@@ -33,6 +42,8 @@ WORLD, INTERLEAVE, POOL, PAGE = 2, 4, 4, 256
 # Eight heads and 512 pools are the least that b12x has kernels for.
 TOKENS, ROWS, HEADS, INDEX_HEADS, TOPK = 4003, 5, 8, 32, 512
 LATENT, KEY = 512, 128
+OWN, SPLIT = 300, 2048
+"""Records that are not gathered, and where the second window begins: with a page of every rank."""
 WIDTH = TOPK * POOL + POOL - 1
 OUTPUT_LIMIT, LSE_LIMIT, SCORE_LIMIT = 2.0**-4, 5e-2, 1e-3
 """Wide enough for kernels that quantise queries and weights to e4m3 (4 % and 0.01 here)."""
@@ -42,7 +53,7 @@ OUTPUT_LIMIT, LSE_LIMIT, SCORE_LIMIT = 2.0**-4, 5e-2, 1e-3
 class SelfTest:
     """What was compared; differences are the largest, relative to the largest value.
 
-    records_equal: bytes of the gathered records against the caches they came from.
+    records_equal: bytes of the records, gathered or written, against the caches of their owners.
     pools_equal: bytes of the unpacked index keys against an unsplit cache.
     score_error: by how much a pool that was chosen is worse than one that was not.
     output_error, lse_error: of attention.
@@ -113,34 +124,24 @@ def run_self_test(kernels: SparseMLAKernels, device: torch.device | str = "cpu")
     pages = -(-local_length(TOKENS, 0, dcp_world_size=WORLD, interleave=INTERLEAVE) // PAGE)
     # Physical pages in reverse order, so that a table that is not read shows.
     table = torch.arange(pages - 1, -1, -1)
-    lengths = torch.tensor([TOKENS])
-    layout = plan_layout(lengths, dcp_world_size=WORLD, interleave=INTERLEAVE)
-    pool_layout = plan_layout(lengths // POOL, dcp_world_size=WORLD, interleave=INTERLEAVE // POOL)
-    staged = StagedLayout.stage(layout, device)
-    staged_pools = StagedLayout.stage(pool_layout, device)
-
     latents = move(normal(TOKENS, LATENT), torch.bfloat16)
     width = FP8_DS_MLA.record_bytes
-    records = torch.zeros((WORLD * layout.padded, width), dtype=torch.uint8, device=device)
     kept = torch.zeros((TOKENS, width), dtype=torch.uint8)
     page_table = move(table[None], torch.int32)
+    caches = []
     for rank in range(WORLD):
         cache = torch.zeros((pages, PAGE, width), dtype=torch.uint8, device=device)
         slots = torch.where(owner == rank, table[place // PAGE] * PAGE + place % PAGE, -1)
         kernels.write_records(latents, cache, move(slots))
-        span = records[rank * layout.padded : (rank + 1) * layout.padded]
-        kernels.pack_records(cache, page_table, staged.local_lens[rank], staged.starts[rank], span)
         mine = owner == rank
         kept[mine] = cache.cpu().flatten(0, 1)[slots[mine]]
+        caches.append(cache)
 
     pools = TOKENS // POOL
     k, gate = (move(normal(TOKENS, KEY), torch.bfloat16) for _ in range(2))
     ape = move(normal(POOL, KEY), torch.float32)
-    gathered = torch.zeros(
-        (WORLD * pool_layout.padded, INDEX_RECORD_BYTES), dtype=torch.uint8, device=device
-    )
-    page_starts, num_pages = plan_index_pages(lengths // POOL)
-    index_shape = (num_pages, POOLS_PER_INDEX_PAGE, INDEX_RECORD_BYTES)
+    index_shape = (-(-pools // POOLS_PER_INDEX_PAGE), POOLS_PER_INDEX_PAGE, INDEX_RECORD_BYTES)
+    index_table = move(torch.arange(index_shape[0])[None], torch.int32)
     bounds = move(torch.tensor([0, TOKENS]), torch.int32)
     ends = tokens % POOL == POOL - 1
 
@@ -151,75 +152,137 @@ def run_self_test(kernels: SparseMLAKernels, device: torch.device | str = "cpu")
         return cache
 
     unsplit = write_pools(torch.where(ends, tokens // POOL, -1))
-    index_table = move(torch.arange(num_pages)[None], torch.int32)
-    for rank in range(WORLD):
-        cache = write_pools(torch.where(ends & (owner == rank), place // POOL, -1))
-        span = gathered[rank * pool_layout.padded : (rank + 1) * pool_layout.padded]
-        kernels.pack_pools(
-            cache, index_table, staged_pools.local_lens[rank], staged_pools.starts[rank], span
+    index_caches = [
+        write_pools(torch.where(ends & (owner == rank), place // POOL, -1)) for rank in range(WORLD)
+    ]
+
+    def gather_keys(begin: int, end: int) -> torch.Tensor:
+        """(pages, 64, 132) uint8 planar: the pools of a window of all ranks."""
+        counts = torch.tensor([(end - begin) // POOL])
+        layout = plan_layout(counts, dcp_world_size=WORLD, interleave=INTERLEAVE // POOL)
+        staged = StagedLayout.stage(layout, device)
+        rows, padded = INDEX_RECORD_BYTES, layout.padded
+        gathered = torch.zeros((WORLD * padded, rows), dtype=torch.uint8, device=device)
+        first_page = begin // POOL // WORLD // POOLS_PER_INDEX_PAGE
+        for rank in range(WORLD):
+            kernels.pack_pools(
+                index_caches[rank],
+                index_table[:, first_page:],
+                staged.local_lens[rank],
+                staged.starts[rank],
+                gathered[rank * padded : (rank + 1) * padded],
+            )
+        page_starts, num_pages = plan_index_pages(counts)
+        unpacked = torch.zeros((num_pages, INDEX_PAGE_BYTES), dtype=torch.uint8, device=device)
+        kernels.unpack_pools(
+            gathered,
+            staged.starts,
+            staged.seq_lens,
+            INTERLEAVE // POOL,
+            unpacked,
+            move(page_starts, torch.int32),
         )
-    unpacked = torch.zeros((num_pages, INDEX_PAGE_BYTES), dtype=torch.uint8, device=device)
-    kernels.unpack_pools(
-        gathered,
-        staged_pools.starts,
-        staged_pools.seq_lens,
-        INTERLEAVE // POOL,
-        unpacked,
-        move(page_starts, torch.int32),
-    )
+        return unpacked.view(num_pages, *index_shape[1:])
 
     index_query = normal(ROWS, INDEX_HEADS, KEY).to(torch.float8_e4m3fn)
     weights = normal(ROWS, INDEX_HEADS)
     positions = TOKENS - ROWS + torch.arange(ROWS)
     visible = (positions + 1) // POOL
     row_of = move(torch.zeros(ROWS), torch.int32)
-    chosen, _ = kernels.select_pools(
-        move(index_query),
-        move(weights),
-        unpacked.view(index_shape),
-        index_table,
-        row_of,
-        move(visible, torch.int32),
-        TOPK,
-    )
-    selection = kernels.expand_pools(chosen, move(positions), POOL, WIDTH)
-    counts = torch.zeros(ROWS, dtype=torch.int32, device=device)
-    rows = kernels.remap(
-        selection, row_of, staged.starts, layout.padded, WORLD, INTERLEAVE, counts=counts
-    )
     query = move(normal(ROWS, HEADS, LATENT), torch.bfloat16)
-    out, lse = kernels.attend(query, records, rows, counts, scale)
+
+    def select(begin: int, end: int) -> tuple[torch.Tensor, Candidates]:
+        """A window's keys, and each row's best pools of it."""
+        keys = gather_keys(begin, end)
+        found = kernels.select_pools(
+            move(index_query),
+            move(weights),
+            keys,
+            move(torch.arange(keys.shape[0])[None], torch.int32),
+            row_of,
+            move((visible - begin // POOL).clamp(0, (end - begin) // POOL), torch.int32),
+            TOPK,
+        )
+        return keys, found
+
+    def attend(
+        chosen: torch.Tensor, begin: int, end: int, own: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A window's records, the last ``own`` of them written behind the others; attention."""
+        lengths = torch.tensor([end - begin - own])
+        layout = plan_layout(lengths, dcp_world_size=WORLD, interleave=INTERLEAVE)
+        staged = StagedLayout.stage(layout, device)
+        padded, own_pages = layout.padded, -(-own // PAGE)
+        spans = WORLD * padded
+        records = torch.zeros((spans + own_pages * PAGE, width), dtype=torch.uint8, device=device)
+        for rank in range(WORLD):
+            kernels.pack_records(
+                caches[rank],
+                page_table[:, begin // (WORLD * PAGE) :],
+                staged.local_lens[rank],
+                staged.starts[rank],
+                records[rank * padded : (rank + 1) * padded],
+            )
+        if own:
+            behind = records[spans:].view(own_pages, PAGE, width)
+            kernels.write_records(latents[end - own : end], behind, move(torch.arange(own)))
+        records = records[: spans + own]
+        counts = torch.zeros(ROWS, dtype=torch.int32, device=device)
+        rows = kernels.remap(
+            kernels.expand_pools(chosen, move(positions), POOL, WIDTH),
+            row_of,
+            staged.starts,
+            padded,
+            WORLD,
+            INTERLEAVE,
+            counts=counts,
+            window=(begin, end) if (begin, end) != (0, TOKENS) else None,
+            context_lens=staged.seq_lens,
+            own_starts=move(plan_own_rows(layout, torch.tensor([own])), torch.int32),
+        )
+        return records, *kernels.attend(query, records, rows, counts, scale)
+
+    unpacked, (chosen, _) = select(0, TOKENS)
+    records, out, lse = attend(chosen, 0, TOKENS)
+    early = attend(chosen, 0, TOKENS, OWN)
+    windows = ((0, SPLIT), (SPLIT, TOKENS))
+    best, found = (select(*window)[1] for window in windows)
+    merge_candidates(kernels, best, 0, found, SPLIT // POOL)
+    merged = merge_attention((0, *attend(best[0], *window)[1:]) for window in windows)
+    answers = ((chosen, out, lse), (chosen, *early[1:]), (best[0], *merged))
 
     # From here on float64, from bytes.
     flat = records.cpu()
-    packed = torch.stack([flat[int(owner[t]) * layout.padded + int(place[t])] for t in tokens])
+    padded = flat.shape[0] // WORLD
+    packed = torch.stack([flat[int(owner[t]) * padded + int(place[t])] for t in tokens])
+    own = early[0][-OWN:].cpu()
     keys = _keys(unsplit.cpu(), pools)
     similar = torch.einsum("thd,pd->thp", index_query.double(), keys).relu()
     scores = torch.einsum("thp,th->tp", similar, weights.double())
     score_error = output_error = lse_error = 0.0
     values = _latents(kept)
-    for row in range(ROWS):
+    for row, (pool_ids, output, sums) in product(range(ROWS), answers):
         count = int(visible[row])
-        ids = chosen[row].cpu().long()
+        ids = pool_ids[row].cpu().long()
         ids = ids[ids >= 0]
-        rest = torch.ones(count, dtype=torch.bool)
-        rest[ids] = False
-        if ids.unique().numel() != min(TOPK, count):
+        if ids.unique().numel() != min(TOPK, count) or int(ids.max()) >= count:
             score_error = float("inf")
             continue
-        worst, best = scores[row, ids].min(), scores[row, :count][rest].max()
+        rest = torch.ones(count, dtype=torch.bool)
+        rest[ids] = False
+        worst, best_left = scores[row, ids].min(), scores[row, :count][rest].max()
         largest = scores[row, :count].abs().max()
-        score_error = max(score_error, float((best - worst) / largest))
+        score_error = max(score_error, float((best_left - worst) / largest))
         tail = torch.arange(count * POOL, int(positions[row]) + 1)
         seen = torch.cat([(ids[:, None] * POOL + torch.arange(POOL)).flatten(), tail])
         logits = query[row].cpu().double() @ values[seen].T * scale
         exact = logits.softmax(dim=1) @ values[seen]
-        off = (out[row].cpu().double() - exact).abs().max() / exact.abs().max()
+        off = (output[row].cpu().double() - exact).abs().max() / exact.abs().max()
         output_error = max(output_error, float(off.nan_to_num(float("inf"))))
-        off = (lse[row].cpu().double() - logits.logsumexp(dim=1)).abs().max()
+        off = (sums[row].cpu().double() - logits.logsumexp(dim=1)).abs().max()
         lse_error = max(lse_error, float(off.nan_to_num(float("inf"))))
     return SelfTest(
-        records_equal=torch.equal(packed, kept),
+        records_equal=torch.equal(packed, kept) and torch.equal(own, kept[-OWN:]),
         pools_equal=torch.equal(_keys(unpacked.cpu(), pools), keys),
         score_error=score_error,
         output_error=output_error,
