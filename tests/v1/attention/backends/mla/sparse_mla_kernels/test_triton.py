@@ -247,6 +247,55 @@ def test_more_rows_than_a_grid_dimension_holds(kernels):
     )
 
 
+COMPILE = """
+import re, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from vllm.v1.attention.backends.mla.sparse_mla_kernels import triton as provider
+
+TYPES = {"q": "*bf16", "records": "*u8", "row_ids": "*i32", "counts": "*i32", "scale": "fp32",
+         "out": "*bf16", "lse": "*fp32", "partial": "*fp32", "partial_lse": "*fp32"}
+kernel = provider._attend_kernel
+for capability, native in ((80, False), (90, True), (120, True)):
+    for heads, (columns, warps, stages) in provider._ATTEND_TILES.items():
+        given = dict(heads=heads, HB=heads, BN=columns, SPLIT=True, NATIVE=native)
+        types = {n: "constexpr" if n in given else TYPES.get(n, "i32") for n in kernel.arg_names}
+        aligned = {
+            (at,): [["tt.divisibility", 16]]
+            for at, (name, kind) in enumerate(types.items())
+            if kind[0] == "*" and name not in ("row_ids", "counts")
+        }
+        compiled = triton.compile(
+            ASTSource(kernel, types, given, aligned),
+            target=GPUTarget("cuda", capability, 32),
+            options={"num_warps": warps, "num_stages": stages},
+        )
+        ptx = compiled.asm["ptx"]
+        pairs = columns * 512 // (warps * 32) // 2  # of one thread
+        bytewise = len(re.findall(r"ld\\.shared\\S*\\.[bsu]8\\b", ptx))
+        converted = len(re.findall(r"cvt\\.rn\\.f16x2\\.e4m3x2", ptx)) if native else pairs
+        print(capability, heads, bytewise, converted, pairs)
+"""
+
+
+def test_attention_converts_every_code_once():
+    """No warp reads codes byte by byte, or converts those of another: see ``_operand``."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    child = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert child.returncode == 0, child.stdout + child.stderr[-3000:]
+    lines = [[int(n) for n in line.split()] for line in child.stdout.splitlines()[-6:]]
+    assert [line[:2] for line in lines] == [[c, h] for c in (80, 90, 120) for h in (16, 32)]
+    for capability, heads, bytewise, converted, pairs in lines:
+        assert (bytewise, converted) == (0, pairs), (capability, heads)
+
+
 @pytest.mark.parametrize("resident", [2, 96, 264, 376])
 @pytest.mark.parametrize("programs", [1, 2, 16, 128, 129, 264, 265, 500, 8192])
 def test_rows_are_split_so_that_they_end_first(programs, resident):
