@@ -167,12 +167,14 @@ def _import_stock() -> None:
     from vllm.platforms.ckv_reference import declare_torchvision_ops
 
     declare_torchvision_ops()
-    sys.path.insert(0, str(REPO / "tests/helpers"))
+    helpers = REPO / "tests/helpers"
+    sys.path.insert(0, str(helpers))
     import ckv_fuzz
 
     ckv_fuzz.bank()
-    for name in ("ckv_fuzz", "ckv_oracle", "ckv_ranks", "lockstep"):
-        del sys.modules[name]
+    # They hold on to modules that mutants replace.
+    for path in helpers.glob("*.py"):
+        sys.modules.pop(path.stem, None)
 
 
 def _run_tests(root: Path, files: list[Path]) -> int:
