@@ -77,6 +77,13 @@ def sorted_choice(rows: int, of: int, count: int) -> torch.Tensor:
     return scores.topk(count, dim=1).indices.int()
 
 
+def flashmla_ids(ids: torch.Tensor) -> torch.Tensor:
+    """[rows, 2176]: row ids with -1 behind them, up to a multiple of 128 columns."""
+    padded = torch.full((ids.shape[0], 2176), -1, dtype=torch.int32, device=DEVICE)
+    padded[:, : ids.shape[1]] = ids
+    return padded
+
+
 class Cases:
     """Yields (kernel, shape, floor in us, call, peer name, peer call)."""
 
@@ -92,8 +99,7 @@ class Cases:
         ids = torch.cat([sorted_choice(512, CONTEXT, WIDTH) for _ in range(TOKENS // 512)])
         counts = torch.full((TOKENS,), WIDTH, dtype=torch.int32, device=DEVICE)
         bf16 = torch.empty(CONTEXT, 1, 512, dtype=torch.bfloat16, device=DEVICE).normal_()
-        padded = torch.full((TOKENS, 1, 2176), -1, dtype=torch.int32, device=DEVICE)
-        padded[:, 0, :WIDTH] = ids
+        padded = flashmla_ids(ids)[:, None]
         for heads in (16, 32, 64, 128):
             q = torch.randn(TOKENS, heads, 512, device=DEVICE).bfloat16()
             out = torch.empty_like(q)
@@ -148,7 +154,7 @@ class Cases:
                     q, records, ids, counts, 0.04
                 ),
                 "FlashMLA FP8 decode, 64 heads",
-                self.flashmla_decode(q, pages, ids, table, lengths),
+                self.flashmla_decode(q, pages, ids, table, lengths) if scratch else None,
             )
 
     @staticmethod
@@ -159,8 +165,7 @@ class Cases:
         rows, heads = q.shape[:2]
         wide = torch.zeros(1, rows, 64, 576, dtype=q.dtype, device=DEVICE)
         wide[0, :, :heads, :512] = q
-        padded = torch.full((1, rows, 2176), -1, dtype=torch.int32, device=DEVICE)
-        padded[0, :, :WIDTH] = ids
+        padded = flashmla_ids(ids)[None]
         metadata, _ = get_mla_metadata()
         return lambda: flash_mla_with_kvcache(
             q=wide,

@@ -248,7 +248,7 @@ def test_more_rows_than_a_grid_dimension_holds(kernels):
 
 
 COMPILE = """
-import re, sys
+import re
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -274,7 +274,9 @@ for capability, native in ((80, False), (90, True), (120, True)):
         ptx = compiled.asm["ptx"]
         pairs = columns * 512 // (warps * 32) // 2  # of one thread
         bytewise = len(re.findall(r"ld\\.shared\\S*\\.[bsu]8\\b", ptx))
-        converted = len(re.findall(r"cvt\\.rn\\.f16x2\\.e4m3x2", ptx)) if native else pairs
+        # One for two codes, either way.
+        instruction = r"cvt\\.rn\\.f16x2\\.e4m3x2" if native else r"prmt\\.b32"
+        converted = len(re.findall(instruction, ptx))
         print(capability, heads, bytewise, converted, pairs)
 """
 

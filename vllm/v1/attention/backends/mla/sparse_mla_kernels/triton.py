@@ -81,21 +81,20 @@ _E4M3_NATIVE = tl.constexpr("""{
     cvt.rn.f16x2.e4m3x2 $1, high;
 }""")
 """Four e4m3 codes of a register -> four fp16 of two, on compute capability 8.9 and newer."""
-_E4M3_BITS = tl.constexpr("""{
-    .reg .b32 sign, size;
-    prmt.b32 size, $2, 0, 0x4140;
+_E4M3_BITS = tl.constexpr(
+    "{ .reg .b32 sign, size;"
+    + "".join(
+        f"""
+    prmt.b32 size, $2, 0, {codes};
     and.b32 sign, size, 0x00800080;
     and.b32 size, size, 0x007f007f;
     shl.b32 sign, sign, 8;
     shl.b32 size, size, 7;
-    or.b32 $0, sign, size;
-    prmt.b32 size, $2, 0, 0x4342;
-    and.b32 sign, size, 0x00800080;
-    and.b32 size, size, 0x007f007f;
-    shl.b32 sign, sign, 8;
-    shl.b32 size, size, 7;
-    or.b32 $1, sign, size;
-}""")
+    or.b32 ${half}, sign, size;"""
+        for half, codes in enumerate(("0x4140", "0x4342"))
+    )
+    + "}"
+)
 """As :func:`_half_of_e4m3`, two codes at once."""
 
 
@@ -1373,6 +1372,11 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def _partial_rows(heads: int) -> int:
+    """Rows of which one part fits the buffer for partial results: an output and its sum a head."""
+    return PARTIAL_BYTES // (heads * (LATENT_DIM + 1) * 4)
+
+
 def _split_count(programs: int, resident: int, most: int) -> int:
     """Parts of every row, at most ``most``, with which ``programs`` end first.
 
@@ -2052,7 +2056,7 @@ class TritonKernels:
         splits = _split_count(
             programs,
             _ATTEND_RESIDENT * _multiprocessors(q.device),
-            min(width // (2 * columns), PARTIAL_BYTES // (rows * heads * (LATENT_DIM + 1) * 4)),
+            min(width // (2 * columns), _partial_rows(heads) // rows),
         )
         partial = partial_lse = lse
         if splits > 1:
@@ -2278,8 +2282,7 @@ class TritonKernels:
             tasks += [partial(merged, sources) for sources in {2, world}]
         for heads in head_counts:
             # Split, and with so many rows that two parts of each would not fit their buffer.
-            unsplit = PARTIAL_BYTES // (heads * (LATENT_DIM + 1) * 4)
-            tasks += [partial(attention, rows, heads) for rows in (1, unsplit)]
+            tasks += [partial(attention, rows, heads) for rows in (1, _partial_rows(heads))]
             shapes = self.scratch_shapes(
                 max_records=1, max_tokens=_FLASHMLA_MIN_TOKENS, num_heads=heads, width=width
             )
