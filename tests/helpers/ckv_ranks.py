@@ -30,7 +30,7 @@ from vllm.v1.attention.backends.mla.indexer import (  # noqa: E402
 )
 from vllm.v1.worker import workspace  # noqa: E402
 
-from vllm.models.glm5next.b12x import sparse_indexer  # noqa: E402
+from vllm.models.glm5next.b12x import mla, sparse_indexer  # noqa: E402
 from vllm.platforms.ckv_reference import ops  # noqa: E402
 from vllm.v1.attention.backends.mla import b12x_mla_sparse as backend  # noqa: E402
 from vllm.v1.attention.backends.mla.ckv_gather import (  # noqa: E402
@@ -316,6 +316,7 @@ class SimulatedRank:
         impl.kernels, impl.gather, impl.scale = self.kernels, self.gather, SCALE
         impl.topk_indices_buffer = self.buffer
         impl.dcp_world_size = self.sizes.world
+        impl.indexer = SimpleNamespace(indexer_op=self.op)
         return impl
 
     def start(self) -> None:
@@ -475,8 +476,9 @@ class SimulatedRank:
         self.op.k_cache.kv_cache = self.index_caches[layer]
         self.op.tail_cache.kv_cache = self.tails[layer]
         attending = self._attending(layer, attention)
-        forward_context.get_forward_context().no_compile_layers[LAYER] = attending
         rows = positions.shape[0]
+        if self.impl.begins_early:
+            mla.begin_layer(attending)
         self.op.forward_native(
             given.latents, given.index_q, given.k, given.weights,
             gate_score=given.gate, compress_ape=given.ape, index_kpool=POOL, positions=positions,
@@ -505,6 +507,8 @@ class SimulatedRank:
     def _attending(self, layer: int, attention: Any) -> Any:
         """What the product sees of vLLM's attention layer."""
         attending = SimpleNamespace(
+            impl=self.impl,
+            layer_name=LAYER,
             kv_cache=self.caches[layer],
             dcp_manager=SimpleNamespace(query_gather=self.query_gather, combine=self.combine),
         )

@@ -268,6 +268,17 @@ def test_indexer_is_registered_at_once_when_its_user_is_there_already(fake_model
     assert sys.modules["fake_model.ours"].CALLS == [1]
 
 
+@pytest.mark.parametrize("early", ["0", "1"])
+def test_the_layer_is_replaced_only_where_exchanges_begin_with_it(fake_model, monkeypatch, early):
+    (fake_model / "layer.py").write_text("CALLS = []\ndef register():\n    CALLS.append(1)\n")
+    monkeypatch.setattr(plugin, "MLA_MODULE", "fake_model.layer")
+    monkeypatch.setenv("VLLM_B12X_MLA_CKV_EARLY_EXCHANGE", early)
+    plugin._arrange_hooks()
+    importlib.import_module("fake_model.user")
+    layer = sys.modules.get("fake_model.layer")
+    assert (layer.CALLS == [1]) if early == "1" else layer is None
+
+
 def test_missing_indexer_module_is_no_error(fake_model):
     (fake_model / "ours.py").unlink()
     plugin._arrange_hooks()

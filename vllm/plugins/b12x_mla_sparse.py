@@ -33,6 +33,7 @@ logger = init_logger("vllm.plugins.b12x_mla_sparse")
 BACKEND_NAME = "B12X_MLA_SPARSE"
 BACKEND_PATH = "vllm.v1.attention.backends.mla.b12x_mla_sparse.B12xMLASparseBackend"
 INDEXER_MODULE = "vllm.models.glm5next.b12x.sparse_indexer"
+MLA_MODULE = "vllm.models.glm5next.b12x.mla"
 # The one stock module that builds indexers; the replacement has to be in place before it is used.
 INDEXER_USER = "vllm.models.glm5next.common.attention"
 WORKER_MODULE = "vllm.v1.worker.gpu_worker"
@@ -139,9 +140,9 @@ FLAGS: tuple[Flag, ...] = (
         "VLLM_B12X_MLA_CKV_EARLY_EXCHANGE",
         "switch",
         False,
-        "In a gathered batch of one request, or of prompts without a context, exchange the records "
-        "of the context alone, while pools are selected: for such contexts on slow links. Takes "
-        "memory of its own.",
+        "In a gathered batch of one request, or of prompts without a context, exchange the context "
+        "alone, from the beginning of the layer on: for long contexts on slow links. Takes memory "
+        "of its own.",
     ),
     Flag(
         "VLLM_CKV_DEBUG",
@@ -249,6 +250,8 @@ def _register_indexer() -> None:
     package = INDEXER_MODULE.rpartition(".")[0]
     if find_spec(package) is not None and find_spec(INDEXER_MODULE) is not None:
         importlib.import_module(INDEXER_MODULE).register()
+        if envs.VLLM_B12X_MLA_CKV_EARLY_EXCHANGE:
+            importlib.import_module(MLA_MODULE).register()
 
 
 def _lock_after_warm_up() -> None:

@@ -403,8 +403,8 @@ def make_plan(
     max_tokens: ``VLLM_B12X_MLA_CKV_GATHER_MAX_TOKENS``.
     shard_selection: ``VLLM_B12X_MLA_CKV_SHARD_SELECTION``, which needs memory and shares out where
         these rates say so.
-    early_exchange: ``VLLM_B12X_MLA_CKV_EARLY_EXCHANGE``, which needs memory and moves the context's
-        records alone; that they move beside the selection is left out of the times.
+    early_exchange: ``VLLM_B12X_MLA_CKV_EARLY_EXCHANGE``, which needs memory and moves the context
+        alone; that it moves beside other work is left out of the times.
     mixed: ``VLLM_B12X_MLA_CKV_GATHER_MIXED``: times are those of a chunk beside decodes, whose
         ordinary collectives are there on either path; bytes are the chunk's alone in any case.
 
@@ -632,7 +632,7 @@ def describe(plan: Plan) -> str:
             f"{row.context_tokens:,}",
             size(row.ckv_bytes),
             size(row.dcp_bytes),
-            f"{row.dcp_bytes / row.ckv_bytes:.1f}x",
+            f"{row.dcp_bytes / row.ckv_bytes:.1f}x" if row.ckv_bytes else "-",
             f"{row.ckv_seconds * 1e3:.2f}",
             f"{row.dcp_seconds * 1e3:.2f}",
             f"{row.windows}",

@@ -118,7 +118,7 @@ class Recorder:
     """A provider that notes the pool slots it is to write, and where selection reads."""
 
     def write_pools(self, k, gate, ape, index_cache, pool_slots, *others) -> None:
-        self.pool_slots = pool_slots.tolist()
+        self.pool_slots, self.places = pool_slots.tolist(), others[-1]
 
     def select_pools(self, q, weights, pages, table, req_id, visible_pools, topk, scratch):
         self.read = pages
@@ -163,6 +163,7 @@ def test_a_draft_layer_ignores_the_plan_and_slots_of_rejected_tokens(monkeypatch
         gather=SimpleNamespace(
             debug=False,
             ordinary_scratch=NO_SCRATCH,
+            own_pools=lambda plan: "the pages of own pools" if plan else None,
             select_pools=lambda plan, *others: torch.full((3, 8), -1) if plan else None,
         ),
     )
@@ -170,5 +171,6 @@ def test_a_draft_layer_ignores_the_plan_and_slots_of_rejected_tokens(monkeypatch
     tensors = [torch.zeros(3, 2) for _ in range(4)]
     module.select_tokens(op, *tensors, torch.zeros(4, 2), 4, positions)
     assert kernels.pool_slots == ([-1, -1, -1] if is_draft else [-1, 6546, -1])
+    assert kernels.places == (None if is_draft else "the pages of own pools")
     # The model's own layers select on the gathered pages instead.
     assert getattr(kernels, "read", None) == ("the layer's own pages" if is_draft else None)

@@ -10,7 +10,6 @@ implementation's ``reserve_workspace`` runs the same kernels at their largest sh
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -74,6 +73,7 @@ def select_tokens(
         # vLLM leaves the positions of rejected tokens as they were, but not their slots. Whatever
         # such a slot gets is written anew before anybody sees the pool.
         pool_slots = pool_slots.masked_fill((positions + 1) % pool_size != 0, -1)
+    plan = None if op.is_draft else attention.ckv_plan
     kernels.write_pools(
         k[:num_tokens],
         gate_score[:num_tokens],
@@ -84,11 +84,11 @@ def select_tokens(
         tail.slot_mapping[:num_tokens],
         positions,
         attention.query_start_loc,
+        None if plan is None else op.gather.own_pools(plan),
     )
     pool_topk = op.topk_tokens // pool_size
     # A query at position p sees p + 1 tokens, so (p + 1) // pool_size complete pools.
     visible_pools = ((positions + 1) // pool_size).to(torch.int32)
-    plan = None if op.is_draft else attention.ckv_plan
     first, table = num_tokens, index.block_table
     if plan is not None:
         # In front of the rows that gather are those of decodes, if any.
@@ -120,23 +120,11 @@ def select_tokens(
                 visible_pools,
                 pool_topk,
             ),
-            partial(_start_records, op, attention),
         )
         buffer[first:num_tokens] = kernels.expand_pools(
             pool_ids, positions[first:], pool_size, buffer.shape[1]
         )
     return buffer
-
-
-def _start_records(op: B12xSparseAttnIndexer, attention: Any) -> None:
-    """Begin the exchange of the records that the layer's attention is going to read, if it may.
-
-    attention: the metadata of that attention, of a batch that gathers.
-    """
-    window = attention.ckv_plan.early
-    if window is not None:
-        layer = get_forward_context().no_compile_layers[op.layer_name]
-        op.gather.start_records(window, get_kernels(), layer.kv_cache, attention.block_table)
 
 
 def _select_ordinary(

@@ -137,7 +137,10 @@ class B12xMLASparseMetadata(SparseMLACommonMetadata):
 
 
 def current_metadata(layer_name: str) -> Any:
-    """This step's :class:`B12xMLASparseMetadata` of ``layer_name``; None in dummy runs."""
+    """This step's metadata of ``layer_name``, of an attention layer or of one of its caches.
+
+    None in dummy runs.
+    """
     attn_metadata = get_forward_context().attn_metadata
     return attn_metadata.get(layer_name) if isinstance(attn_metadata, dict) else None
 
@@ -360,6 +363,33 @@ class B12xMLASparseImpl(SparseMLACommonImpl[B12xMLASparseMetadata]):
         if self.indexer is not None:
             self.indexer.indexer_op.follow(layer_name, self.gather, is_draft=is_draft)
             check_when_bound(self.indexer.k_cache, self._check_index_cache)
+
+    @property
+    def begins_early(self) -> bool:
+        """Whether :meth:`begin_layer` may have something to do."""
+        return self.gather.early_exchange and not self.is_draft
+
+    def begin_layer(self, layer: Any) -> None:
+        """Begin the exchange of what earlier steps left in ``layer``'s caches, if the batch may.
+
+        Before anything of this step is written to them, see ``vllm.models.glm5next.b12x.mla``.
+        """
+        metadata = current_metadata(layer.layer_name)
+        window = None
+        if metadata is not None and metadata.ckv_plan is not None:
+            window = metadata.ckv_plan.early
+        if window is None:
+            return
+        assert self.indexer is not None
+        keys = self.indexer.indexer_op.k_cache
+        self.gather.begin_layer(
+            window,
+            self.kernels,
+            layer.kv_cache,
+            metadata.block_table,
+            keys.kv_cache,
+            current_metadata(keys.prefix).block_table,
+        )
 
     def _check_index_cache(self, cache: torch.Tensor) -> None:
         self.gather.geometry.check_bound_index(cache)

@@ -82,12 +82,13 @@ def test_a_shared_selection_adds_the_ids_of_the_other_shares():
     assert model().gathered([65_536], [4097, 2]) - plain == 3 * (1025 + 1) * 512 * 4
 
 
-def test_records_that_every_rank_writes_are_not_received():
-    keys = 3 * 65_536 // 16 * 132
-    assert model().gathered([65_536], own=[65_536]) == keys
-    assert model().gathered([65_536], own=[4096]) - keys == 3 * (65_536 - 4096) // 4 * 528
-    # What is left of each request is padded on its own.
-    assert model().gathered([3, 9], own=[1, 8]) == 3 * ((2 + 1) * 528 + 1 * 132)
+def test_what_every_rank_writes_is_not_received():
+    assert model().gathered([65_536], own=[65_536]) == 0
+    assert model().gathered([65_536], own=[4096]) == model().gathered([65_536 - 4096])
+    # A token has 33 bytes of keys beside its 528 of records.
+    assert model().gathered([65_536], own=[4096]) == 3 * (65_536 - 4096) // 4 * 561
+    # What is left of each request is padded on its own, and a pool that ends in the batch is its.
+    assert model().gathered([3, 9, 7], own=[1, 8, 2]) == 3 * ((2 + 1 + 4) * 528 + 1 * 132)
 
 
 @pytest.mark.parametrize("world", [2, 3, 8])

@@ -173,7 +173,7 @@ def prompt_calls(batch: Batch, sizes: Sizes) -> list[Call]:
 def exchanges(batch: Batch, sizes: Sizes) -> tuple[list[Call], list[Call]]:
     """Of keys and selections, and of records, from numbers that every rank knows.
 
-    Records that start early are among the former, between keys and selection.
+    Records that start early are among the former, between keys and selection: those of the context.
     """
     world, interleave = batch.world, batch.interleave
     cut, prompts = spans(batch, sizes), step_order(batch)[num_decodes(batch) :]
@@ -193,12 +193,10 @@ def exchanges(batch: Batch, sizes: Sizes) -> tuple[list[Call], list[Call]]:
     selection, attention = [], []
     for rows, windows in cut:
         for tokens in windows:
-            selection.append(largest([n // 4 for n in tokens], interleave // 4) * 132)
-            if early:
-                context = [batch.cached[r] for r in prompts]
-                selection.append(largest(context, interleave) * sizes.record_bytes)
-                continue
-            attention.append(largest(tokens, interleave) * sizes.record_bytes)
+            sent = [batch.cached[r] for r in prompts] if early else tokens
+            selection.append(largest([n // 4 for n in sent], interleave // 4) * 132)
+            records = selection if early else attention
+            records.append(largest(sent, interleave) * sizes.record_bytes)
         selection.append(batch.shard * -(-rows // world) * sizes.pool_topk * 4)
 
     def calls(sent: list[int]) -> list[Call]:

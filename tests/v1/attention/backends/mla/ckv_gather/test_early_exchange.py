@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of the context that travel beside the selection, and those of the batch's own tokens."""
+"""A context that travels from the beginning of a layer on, and what every rank writes itself."""
 
 import os
 import random
@@ -15,7 +15,15 @@ from vllm.v1.attention.backends.mla import b12x_mla_sparse as backend
 from vllm.v1.attention.backends.mla.ckv_gather import debug, exchange, rehearsal, startup
 from vllm.v1.attention.backends.mla.ckv_gather import plan as plan_module
 from vllm.v1.attention.backends.mla.ckv_gather.layout import plan_layout, plan_own_rows
-from vllm.v1.attention.backends.mla.sparse_mla_kernels.torch_reference import TorchReferenceKernels
+from vllm.v1.attention.backends.mla.ckv_gather.workspace import (
+    KEPT_KEYS,
+    KEPT_PAGES,
+    KEPT_RECORDS,
+)
+from vllm.v1.attention.backends.mla.sparse_mla_kernels.torch_reference import (
+    TorchReferenceKernels,
+    index_planes,
+)
 
 WORLD = 3
 RECORDS = ["fp8_ds_mla", "nvfp4_ds_mla"]
@@ -36,29 +44,46 @@ class Selecting(TorchReferenceKernels):
 
 
 class Late:
-    """Delivers only when it is waited for; until then the buffer holds NaN."""
+    """Delivers only what is waited for; until then the buffers hold NaN."""
+
+    buffers = {"index_keys": (KEPT_KEYS, KEPT_PAGES), "records": (KEPT_RECORDS,)}  # noqa: RUF012
 
     def __init__(self, rank, happened):
-        self.rank, self.happened = rank, happened
+        self.rank, self.happened, self.arrived = rank, happened, {}
 
     @contextmanager
-    def run(self):
-        self.happened.append("start")
+    def run(self, name):
+        self.happened.append(f"start {name}")
+        buffers = [kept(self.rank, key) for key in self.buffers[name]]
+        debug.poison(buffers)
         yield
-        buffer = self.rank.gather.workspace._keep()
-        self.arrived = buffer.clone()
-        debug.poison((buffer,))
+        self.arrived[name] = [buffer.clone() for buffer in buffers]
+        debug.poison(buffers)
 
-    def wait(self):
-        self.happened.append("wait")
-        self.rank.gather.workspace._keep().copy_(self.arrived)
+    def wait(self, name):
+        self.happened.append(f"wait {name}")
+        for key, arrived in zip(self.buffers[name], self.arrived[name], strict=True):
+            # What was written meanwhile lies elsewhere, where nothing has arrived.
+            buffer = kept(self.rank, key)
+            buffer.copy_(torch.where(arrived == debug.POISON, buffer, arrived))
 
 
 class Careless(Late):
-    """Does not wait."""
+    """Does not wait for one of the two."""
 
-    def wait(self):
-        self.happened.append("wait")
+    forgotten = ""
+
+    def wait(self, name):
+        if name != self.forgotten:
+            super().wait(name)
+
+
+class CarelessOfKeys(Careless):
+    forgotten = "index_keys"
+
+
+class CarelessOfRecords(Careless):
+    forgotten = "records"
 
 
 def play(
@@ -105,6 +130,10 @@ def play(
         return [result for layers in results for result in layers], happened
 
 
+def kept(rank, key):
+    return rank.manager.get_persistent(key, rank.gather.workspace.kept[key], torch.uint8)
+
+
 def equal(results, others):
     return all(
         torch.equal(mine.out, other.out) and torch.equal(mine.lse, other.lse)
@@ -120,7 +149,7 @@ def test_own_rows_are_the_records_of_their_owners(record, cached, rows):
     def inspect(ranks):
         layout = plan_layout(torch.tensor(cached), dcp_world_size=WORLD, interleave=4)
         row = WORLD * layout.padded
-        buffers = [rank.manager.get_persistent(*kept(rank)) for rank in ranks]
+        buffers = [kept(rank, KEPT_RECORDS) for rank in ranks]
         for request, (begin, count) in enumerate(zip(cached, rows, strict=True)):
             for token in range(begin, begin + count):
                 owner = ranks[token // 4 % WORLD]
@@ -129,10 +158,6 @@ def test_own_rows_are_the_records_of_their_owners(record, cached, rows):
                 for buffer in buffers:
                     assert torch.equal(buffer[row], record_of_owner)
                 row += 1
-
-    def kept(rank):
-        workspace = rank.gather.workspace
-        return "vllm_b12x_ckv records", workspace.kept, torch.uint8
 
     results, _ = play(cached, rows, record, inspect=inspect)
     assert {result.own_rows for result in results} == {sum(rows)}
@@ -148,13 +173,16 @@ def test_nothing_is_read_before_it_has_arrived(record, shard_selection):
     late, happened = play([530], [37], side=Late, poisoned=True, **flags)
     assert [result.own_rows for result in late] == [37] * 2 * WORLD
     assert equal(late, plain)
-    # On every rank and in both layers the exchange begins first and is awaited last, before the
-    # communicator is used again.
-    counts = [happened.count(what) for what in ("start", "selection", "wait")]
-    assert counts == [2 * WORLD, 2 * WORLD, (4 if shard_selection else 2) * WORLD]
-    assert happened.index("start") < happened.index("selection") < happened.index("wait")
-    careless, _ = play([530], [37], side=Careless, **flags)
-    assert not equal(careless, plain)
+    # On every rank and in both layers exchanges begin first, and are awaited where they are read
+    # and before the communicator is used again.
+    order = ("start index_keys", "start records", "wait index_keys", "selection", "wait records")
+    counts = [happened.count(what) for what in order]
+    assert counts == [2 * WORLD] * 4 + [(4 if shard_selection else 2) * WORLD]
+    firsts = [happened.index(what) for what in order]
+    assert firsts == sorted(firsts)
+    for careless in (CarelessOfKeys, CarelessOfRecords):
+        wrong, _ = play([530], [37], side=careless, **flags)
+        assert not equal(wrong, plain)
 
 
 def test_only_the_context_is_sent():
@@ -168,15 +196,59 @@ def test_only_the_context_is_sent():
         plan_layout(torch.tensor([n]), dcp_world_size=WORLD, interleave=4).padded
         for n in (530 + 37, 530)
     ]
-    assert sent[0] - sent[1] == 2 * (WORLD - 1) * 528 * (padded[0] - padded[1]) > 0
+    pools = [
+        plan_layout(torch.tensor([n // 4]), dcp_world_size=WORLD, interleave=1).padded
+        for n in (530 + 37, 530)
+    ]
+    fewer = 528 * (padded[0] - padded[1]) + 132 * (pools[0] - pools[1])
+    assert sent[0] - sent[1] == 2 * (WORLD - 1) * fewer > 0
 
 
-def test_a_layer_whose_indexer_did_not_run_exchanges_when_it_attends(monkeypatch):
-    plain, _ = play([530], [37], early_exchange=False)
-    monkeypatch.setattr("vllm.models.glm5next.b12x.sparse_indexer._start_records", lambda *a: None)
-    results, happened = play([530], [37], side=Late)
-    assert set(happened) == {"selection"}
+@pytest.mark.parametrize("rows", [[61], [61, 20], [3]])
+def test_what_a_first_chunk_sees_is_not_sent(monkeypatch, rows):
+    """No collective at all, and the results of a plain exchange."""
+    none = [0] * len(rows)
+    plain, _ = play(none, rows, early_exchange=False)
+    calls, gather = [], exchange._all_gather
+    monkeypatch.setattr(exchange, "_all_gather", lambda *a: calls.append(a) or gather(*a))
+    received = []
+    results, happened = play(
+        none, rows, side=Late, inspect=lambda ranks: received.append(ranks[0].gather.counters)
+    )
     assert equal(results, plain)
+    assert not calls and received[0].ckv_bytes == 0 and received[0].gathered_batches == 1
+    assert happened.count("start records") == 2 * WORLD
+
+
+def test_pools_across_the_boundary_are_completed_from_the_tail():
+    """Chunks cut anywhere: the pool that the context began is among the batch's own."""
+    for cached in range(88, 92):
+        plain, _ = play([cached], [37], early_exchange=False)
+        late, _ = play([cached], [37], side=Late, poisoned=True)
+        assert equal(late, plain)
+
+
+def test_own_pools_are_those_of_their_owners():
+    """Byte for byte, of the last layer, in the planar pages of every rank."""
+
+    def inspect(ranks):
+        for pool in range(89 // 4, (89 + 37) // 4):
+            owner = ranks[pool % WORLD]
+            # A latent page of 256 tokens has one index page.
+            page, place = owner.tables.index([0], 1, 0)[0, 0], pool // WORLD
+            of_owner = index_planes(owner.index_caches[1])
+            for rank in ranks:
+                pages = index_planes(kept(rank, KEPT_PAGES))
+                for mine, theirs in zip(pages, of_owner, strict=True):
+                    assert torch.equal(mine[pool // 64, pool % 64], theirs[page, place])
+
+    play([89], [37], inspect=inspect)
+
+
+def test_a_layer_that_did_not_begin_is_an_error(monkeypatch):
+    monkeypatch.setattr("vllm.models.glm5next.b12x.mla.begin_layer", lambda layer: None)
+    with pytest.raises(AssertionError, match="exchange was not begun"):
+        play([530], [37], side=Late)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +279,8 @@ def test_which_batches_leave_their_own_records_out(
     if early is not None:
         context = [n - q for n, q in zip(seq_lens, query_lens, strict=True)]
         assert early.layout.tokens.seq_lens.tolist() == context
-        assert early.layout.pools.seq_lens.tolist() == [n // 4 for n in seq_lens]
+        assert early.layout.pools.seq_lens.tolist() == [n // 4 for n in context]
+        assert early.layout.num_index_pages == sum(-(-(n // 4) // 64) for n in seq_lens)
         own_starts = plan_own_rows(early.layout.tokens, torch.tensor(own))
         assert early.layout.own_starts.tolist() == own_starts.tolist()
 
@@ -300,7 +373,7 @@ def test_a_thousand_late_exchanges_equal_the_plain_one(make_gather, monkeypatch)
 
     def all_gather(received, own, group):
         # Alike on both ranks: lengths are a multiple of two interleaves, and the pages the same.
-        if received.shape[1] == 528 and cycles[0]:
+        if cycles[0]:
             torch.cuda._sleep(cycles[0])
         received[own.shape[0] :].copy_(own)
 
@@ -310,8 +383,11 @@ def test_a_thousand_late_exchanges_equal_the_plain_one(make_gather, monkeypatch)
     shapes = rehearsal.LayerShapes(rows, 8, 4 * 32 + 3, 32, 32, 4, 512**-0.5)
     startup.warm_up(gather, kernels, shapes, device)
     gather.reserve(kernels, shapes)
-    attend = kernels.attend
-    monkeypatch.setattr(kernels, "attend", lambda *a: outcome.append(attend(*a)) or outcome[-1])
+    for name in ("select_pools", "attend"):
+        call = getattr(kernels, name)
+        monkeypatch.setattr(
+            kernels, name, lambda *a, call=call: outcome.append(call(*a)) or outcome[-1]
+        )
     torch.manual_seed(0)
     records = torch.randn(page, 512, device=device).bfloat16()
     query = torch.randn(rows, 8, 512, device=device).bfloat16()
@@ -325,6 +401,10 @@ def test_a_thousand_late_exchanges_equal_the_plain_one(make_gather, monkeypatch)
             # As the only page of the caches has them, where the plain exchange finds them.
             return records[(tokens // 8 * 4 + tokens % 4) % page]
 
+        def pool_counts(self):
+            # Of the context: the batch's own are not those of the index cache.
+            return torch.full((rows,), context // 4, dtype=torch.int32, device=device)
+
     batch = Batch.of(shapes, device, [context + rows], [rows], 4)
     layer = rehearsal.Layer(gather, kernels, device, None, None)
     kernels.write_records(records, layer.cache, torch.arange(page, device=device))
@@ -332,23 +412,26 @@ def test_a_thousand_late_exchanges_equal_the_plain_one(make_gather, monkeypatch)
     def run(early):
         outcome.clear()
         layer.gathered(batch, [context + rows], [rows], early=early)()
-        ((out, lse),) = outcome
-        return out.clone(), lse.clone()
+        (pool_ids, scores), (out, lse) = outcome
+        return pool_ids.clone(), scores.clone(), out.clone(), lse.clone()
 
     want = run(early=False)
-    assert bool(want[0].any())
+    assert all(bool(tensor.any()) for tensor in want)
     chance = random.Random(0)
 
     def differing(run_number):
         # What an earlier run left would be right.
-        debug.poison((gather.workspace._keep(),))
+        debug.poison(gather.workspace._keep(key) for key in gather.workspace.kept)
         cycles[0] = chance.randrange(1_000_000)
-        out, lse = run(early=True)
-        return (out != want[0]).any() | (lse != want[1]).any()
+        have = run(early=True)
+        return torch.stack([(a != b).any() for a, b in zip(have, want, strict=True)]).any()
 
     assert not bool(torch.stack([differing(number) for number in range(RUNS)]).any())
     # The same without waiting, to see that waiting is what made them equal.
-    monkeypatch.setattr(gather._side, "wait", lambda: None)
-    chance = SimpleNamespace(randrange=lambda most: 100_000_000)
-    assert bool(differing(0))
-    torch.cuda.synchronize()
+    chance, wait = SimpleNamespace(randrange=lambda most: 100_000_000), gather._side.wait
+    for forgotten in ("index_keys", "records"):
+        monkeypatch.setattr(
+            gather._side, "wait", lambda name, f=forgotten: None if name == f else wait(name)
+        )
+        assert bool(differing(0))
+        torch.cuda.synchronize()

@@ -91,8 +91,9 @@ def test_a_small_batch_takes_as_long_as_its_launches():
     assert longer(ordinary=two, ordinary_host=3.0, gathered=two, gathered_host=1.0) == (3, 2)
 
 
-def test_prompts_without_a_context_exchange_no_record_of_their_own():
-    assert costs("collective", [20, 7], [20, 7], own=[20, 7]) == (4, 1)
+def test_prompts_without_a_context_exchange_nothing_of_their_own():
+    assert costs("collective", [20, 7], [20, 7], own=[20, 7]) == (4, 0)
+    assert costs("collective", [20, 7], [20, 7], own=[20, 7], shares=4) == (4, 1)
     assert costs("collective", [20, 7], [20, 7]) == (4, 2)
     assert costs("collective", [100], [20], own=[20]) == (4, 2)
 

@@ -8,6 +8,7 @@ the two: the interpreter if it was started with ``TRITON_INTERPRET=1``, else a G
 
 import importlib
 import os
+from dataclasses import fields, is_dataclass
 
 import torch
 
@@ -56,6 +57,8 @@ class OnDevice:
             storages = {}
 
             def moved(value):
+                if is_dataclass(value):
+                    return type(value)(*(moved(getattr(value, f.name)) for f in fields(value)))
                 if not isinstance(value, torch.Tensor):
                     return value
                 storage = value.untyped_storage()

@@ -17,6 +17,7 @@ import torch
 from vllm.v1.attention.backends.mla.sparse_mla_kernels import SparseMLAKernels
 from vllm.v1.attention.backends.mla.sparse_mla_kernels import scratch as scratch_sizes
 from vllm.v1.attention.backends.mla.sparse_mla_kernels import torch_reference as ref
+from vllm.v1.attention.backends.mla.sparse_mla_kernels.base import PoolPlaces
 
 # The test folders are no packages; a name of our own keeps the module apart from others.
 _SPEC = importlib.util.spec_from_file_location(
@@ -177,11 +178,22 @@ def test_pack_refuses_more_rows_than_the_span_holds(kernels):
 # Pools
 
 
-def run_chunks(kernels, requests, batches, ape, *, ring=4, world=1, rank=0, interleave=4):
+def run_chunks(
+    kernels,
+    requests,
+    batches,
+    ape,
+    places=lambda batch: None,
+    *,
+    ring=4,
+    world=1,
+    rank=0,
+    interleave=4,
+):
     """Write pools of ``requests`` (list of (k, gate)) batch by batch.
 
-    ``batches``: list of lists of (request, begin, end). Returns the index cache; request r owns
-    index pages 3r+1 .. 3r+3 and tail block 2r+1.
+    ``batches``: list of lists of (request, begin, end). ``places``: what a batch's pools go to
+    besides. Returns the index cache; request r owns index pages 3r+1 .. 3r+3 and tail block 2r+1.
     """
     pool = ape.shape[0]
     cache = strided_pages(3 * len(requests) + 1, (PLACES, INDEX), 256, 0xEE)
@@ -217,6 +229,7 @@ def run_chunks(kernels, requests, batches, ape, *, ring=4, world=1, rank=0, inte
             torch.tensor([*tails, 0, 1]),
             torch.tensor([t for _, t in spans] + [3, 3]),
             int32(starts),
+            places(batch),
         )
     return cache
 
@@ -295,6 +308,33 @@ def test_packed_requests_do_not_mix(kernels):
         ape,
     )
     assert torch.equal(packed, whole)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("first", [0, 1])
+def test_every_rank_has_the_pools_that_end_in_its_batch(kernels, rank, first):
+    """Beside its own ones in its cache, in global order; not those of requests in front."""
+    requests, ape = random_requests([37, 261, 3])
+    batches = [
+        [(1, 0, 7), (0, 0, 10)],
+        [(2, 0, 2), (1, 7, 259), (0, 10, 37)],
+        [(1, 259, 261), (2, 2, 3)],
+    ]
+    whole = run_chunks(kernels, requests, [[(0, 0, 37)], [(1, 0, 261)], [(2, 0, 3)]], ape)
+    gathered = strided_pages(9, (PLACES, INDEX), 256, 0xEE)
+
+    def places(batch):
+        starts = int32([3 * r + 1 for r, _, _ in batch[first:]])
+        return PoolPlaces(gathered, starts, first)
+
+    sharded = {"world": 2, "rank": rank}
+    own = run_chunks(kernels, requests, batches, ape, **sharded)
+    assert torch.equal(run_chunks(kernels, requests, batches, ape, places, **sharded), own)
+    for (r, begin, end), *_ in batches[: first * len(batches)]:
+        for pool in range(begin // 4, end // 4):
+            for plane in ref.index_planes(whole):
+                plane[3 * r + 1 + pool // PLACES, pool % PLACES] = 0xEE
+    assert torch.equal(gathered, whole[:9])
 
 
 def test_pool_257_lands_in_page_4_place_1(kernels):

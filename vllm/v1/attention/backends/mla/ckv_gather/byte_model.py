@@ -101,16 +101,17 @@ class ByteModel:
         request and of every window of its context, so what is padded for one adds up.
 
         lengths: visible tokens of each request. sharded_rows: rows of each span, if its selection
-            is shared out over the ranks. own: the last tokens of each request whose records every
-            rank writes by itself; empty: none.
+            is shared out over the ranks. own: the last tokens of each request, whose records and
+            pools every rank writes by itself; empty: none.
         """
         # No rank stores more of a request than rank 0, so its span is the padded one.
         rank = {"rank": 0, "dcp_world_size": self.dcp_world_size}
         records = pools = 0
         for length, written in zip(lengths, own or [0] * len(lengths), strict=True):
-            records += local_length(length - written, interleave=self.interleave, **rank)
+            context = length - written
+            records += local_length(context, interleave=self.interleave, **rank)
             pools += local_length(
-                length // self.pool_size, interleave=self.interleave // self.pool_size, **rank
+                context // self.pool_size, interleave=self.interleave // self.pool_size, **rank
             )
         others = self.dcp_world_size - 1
         keys_and_records = records * self.record_bytes + pools * INDEX_RECORD_BYTES

@@ -7,7 +7,7 @@ process share one instance, so that the geometry is frozen once and refusals are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -72,9 +72,11 @@ from vllm.v1.attention.backends.mla.ckv_gather.windows import (
 )
 from vllm.v1.attention.backends.mla.ckv_gather.workspace import (
     NO_SCRATCH,
+    IndexBuffers,
     KernelScratch,
     WorkspacePlan,
 )
+from vllm.v1.attention.backends.mla.sparse_mla_kernels.base import PoolPlaces
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -97,8 +99,9 @@ _EXPECTED = NOT_PREFILL | {Reason.DISABLED, Reason.NO_CONTEXT_PARALLELISM, Reaso
 class CkvLayout:
     """Where the records and index keys of R requests land when they are gathered.
 
-    tokens, pools: the rank-major layouts, on the host. The records of the batch's own tokens are
-        among those of ``tokens``, or follow behind the spans.
+    tokens, pools: the rank-major layouts, on the host. The batch's own tokens and the pools that
+        end in it are among them, or every rank writes them: records behind the spans, pools in
+        their places of the planar pages.
     staged_tokens, staged_pools: the same on the device.
     own_rows: records behind the spans, in the order of the rows.
     own_starts: (R,) int32. Where they begin, see ``layout.plan_own_rows``.
@@ -181,7 +184,7 @@ class CkvBatchPlan:
 
     @property
     def early(self) -> CkvWindow | None:
-        """The window whose exchange may begin before the batch's own records are written."""
+        """The window whose exchange begins with the layer, before the batch's own is written."""
         window = self.spans[0].windows[0]
         return window if window.layout.own_rows else None
 
@@ -236,7 +239,7 @@ class CkvGather:
         self._staged: tuple[StagingRing, PageTables] | None = None
         self._side: SideStream | None = None
         self._own_slots = torch.empty(0)
-        self._started: int | None = None
+        self._begun = False
         self.limits = Limits(
             enabled=self.enabled,
             supported_geometry=True,  # the backend refuses every other model at start
@@ -428,7 +431,7 @@ class CkvGather:
         )
         device = self.workspace.reserve()
         if self.early_exchange:
-            self._side = SideStream(device)
+            self._side = SideStream(device, ("index_keys", "records"))
             self._own_slots = torch.arange(shapes.num_tokens, device=device)
         self.reserve_again()
         self._staging(device)
@@ -694,21 +697,15 @@ class CkvGather:
         for piece in dict.fromkeys(pieces):
             lengths = torch.tensor(piece, dtype=torch.int64)
             own = torch.tensor(own_lens or [0] * len(piece), dtype=torch.int64)
-            pool_lens = lengths // self.pool_size
-            tokens = plan_layout(
-                lengths - own, dcp_world_size=world, interleave=geometry.interleave
+            context = lengths - own
+            tokens = plan_layout(context, dcp_world_size=world, interleave=geometry.interleave)
+            pools = plan_layout(
+                context // self.pool_size,
+                dcp_world_size=world,
+                interleave=geometry.pool_interleave,
             )
-            planned.append(
-                (
-                    piece,
-                    tokens,
-                    plan_layout(
-                        pool_lens, dcp_world_size=world, interleave=geometry.pool_interleave
-                    ),
-                    plan_own_rows(tokens, own),
-                    *plan_index_pages(pool_lens),
-                )
-            )
+            pages = plan_index_pages(lengths // self.pool_size)
+            planned.append((piece, tokens, pools, plan_own_rows(tokens, own), *pages))
         ring, tables = self._staging(device)
         staged = iter(
             ring.stage(
@@ -728,7 +725,7 @@ class CkvGather:
         for piece, tokens, pools, _, _, num_pages in planned:
             staged_tokens, staged_pools = next(staged), next(staged)
             own_starts, starts = next(staged), next(staged)
-            width = max(1, -(-int(pools.seq_lens.max()) // POOLS_PER_INDEX_PAGE))
+            width = max(1, -(-(max(piece) // self.pool_size) // POOLS_PER_INDEX_PAGE))
             layouts[piece] = CkvLayout(
                 tokens,
                 pools,
@@ -762,17 +759,14 @@ class CkvGather:
         plan: CkvBatchPlan,
         kernels: SparseMLAKernels,
         queries: IndexQueries,
-        beside: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
         """Select pools among the index keys of all ranks, as one rank without DCP would.
-
-        beside: called behind each exchange of index keys, before they are looked at.
 
         Returns:
             pool ids (T - plan.first_row, K) int32 of the rows that gather, the same on every rank.
             Valid until the next user of vLLM's workspace.
         """
-        given = plan.selection_shares, kernels, queries, beside
+        given = plan.selection_shares, kernels, queries
         first, req_id = plan.first_row, queries.req_id
         if len(plan.spans) == 1:
             pool_ids = self._select_span(plan.spans[0], *given)
@@ -791,7 +785,6 @@ class CkvGather:
         selection_shares: int,
         kernels: SparseMLAKernels,
         queries: IndexQueries,
-        beside: Callable[[], None],
     ) -> torch.Tensor:
         """Pool ids of the span's rows; shares of them are exchanged once all windows are seen."""
         group = get_dcp_group()
@@ -804,7 +797,6 @@ class CkvGather:
             pages, page_table, selection, scratch = self.gather_index_keys(
                 window, kernels, queries.index_cache, queries.block_table, shares.exchanged_rows
             )
-            beside()
             rows = slice(max(window.pool_rows.start, first), last)
             if best is not None and rows.start >= last:
                 continue
@@ -829,9 +821,10 @@ class CkvGather:
         assert best is not None
         pool_ids = best[0]
         if shares.exchanged_rows:
+            assert selection is not None
             if self._side is not None:
                 # One communicator is not to work on two streams at a time.
-                self._side.wait()
+                self._side.wait("records")
             with self.timer.exchange("selection"):
                 exchange.gather_selection(
                     pool_ids, selection, exchange.communicator_of(group), group.rank_in_group
@@ -849,49 +842,27 @@ class CkvGather:
         index_cache: torch.Tensor,
         block_table: torch.Tensor,
         selection_rows: int = 0,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Exchange the index keys of a window.
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, ...]]:
+        """Exchange the index keys of a window, or wait for what :meth:`begin_layer` began.
 
         block_table: (R, B) int32, of all requests of the batch.
         selection_rows: ``layout.RowShares.exchanged_rows``.
 
         Returns:
             Planar pages (pages, 64, 132) uint8 in global pool order, their page table (R, W)
-            int32, room for the selection (selection_rows, K) int32, and the scratch that
-            ``kernels`` asked for. All but the table are valid until the next user of vLLM's
-            workspace.
+            int32, room for the selection (selection_rows, K) int32 if selections are shared out,
+            and the scratch that ``kernels`` asked for. All but the table are valid until the next
+            user of vLLM's workspace.
         """
         assert self.workspace is not None
-        group = get_dcp_group()
         layout = window.layout
         buffers = self.workspace.borrow_index(layout.pools, layout.num_index_pages, selection_rows)
-        index_pages = self.geometry.get().pools_per_page // POOLS_PER_INDEX_PAGE
-        table = self._table_of(window, block_table, index_pages)
-        if self.debug:
-            debug.poison((buffers.records, buffers.pages, buffers.selection))
-            debug.check_pages(
-                "index keys",
-                table,
-                layout.staged_pools.local_lens[group.rank_in_group],
-                POOLS_PER_INDEX_PAGE,
-                index_cache.shape[0],
-            )
-        with self.timer.exchange("index_keys"):
-            exchange.gather_pools(
-                kernels,
-                index_cache,
-                table,
-                layout.staged_pools,
-                buffers.records,
-                buffers.pages,
-                layout.page_starts,
-                exchange.communicator_of(group),
-                group.rank_in_group,
-                interleave=self.pool_ownership.interleave,
-            )
-        self.counters.ckv_bytes += (
-            (self.dcp_world_size - 1) * layout.pools.padded * INDEX_RECORD_BYTES
-        )
+        if self.debug and buffers.selection is not None:
+            debug.poison((buffers.selection,))
+        if layout.own_rows:
+            self._wait_for("index_keys")
+        else:
+            self._exchange_keys(window, kernels, index_cache, block_table, buffers)
         # A size of -1 would be ambiguous for prompts below one pool, which have no page at all.
         num_pages = buffers.pages.shape[0]
         pages = buffers.pages.view(num_pages, POOLS_PER_INDEX_PAGE, INDEX_RECORD_BYTES)
@@ -956,9 +927,8 @@ class CkvGather:
         req_id: torch.Tensor,
         latents: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Exchange the latent records of a window and remap the selection onto them.
-
-        An exchange that :meth:`start_records` has begun is waited for.
+        """Exchange the latent records of a window, or wait for what :meth:`begin_layer` began, and
+        remap the selection onto them.
 
         block_table: (R, B) int32, of all requests of the batch. token_ids, req_id: of all rows.
         latents: see :meth:`attend`.
@@ -972,17 +942,15 @@ class CkvGather:
         layout = window.layout
         buffers = self.workspace.borrow_latents(layout.tokens, layout.own_rows)
         records = buffers.records
-        if layout.own_rows and self._started == cache.data_ptr():
-            assert self._side is not None
-            self._started = None
-            self._side.wait()
-        else:
-            self._exchange_records(window, kernels, cache, block_table, records)
         if layout.own_rows:
+            self._wait_for("records")
+            self._begun = False
             assert latents is not None, "the layer's latents were not handed over"
             first, count, own = window.rows.start, layout.own_rows, buffers.own
             assert own is not None
             kernels.write_records(latents[first : first + count], own, self._own_slots[:count])
+        else:
+            self._exchange_records(window, kernels, cache, block_table, records)
         token_ids, req_id = token_ids[window.rows], window.numbered(req_id[window.rows])
         # History, then tail, then -1: the valid entries are a prefix of every row.
         counts = torch.empty_like(req_id)
@@ -1002,23 +970,91 @@ class CkvGather:
             debug.check_below("gathered rows", rows, records.shape[0])
         return records, rows, counts, buffers.scratch
 
-    def start_records(
+    def begin_layer(
         self,
         window: CkvWindow,
         kernels: SparseMLAKernels,
         cache: torch.Tensor,
         block_table: torch.Tensor,
+        index_cache: torch.Tensor,
+        index_table: torch.Tensor,
     ) -> None:
-        """Begin the exchange of a layer's context beside the current stream.
+        """Begin the exchange of a layer's context, keys before records, beside the current stream.
 
-        window: :attr:`CkvBatchPlan.early`. The others: see :meth:`attend`, which has to follow for
-            this layer before that of any other.
+        window: :attr:`CkvBatchPlan.early`. cache: (pages, P, record_bytes) uint8. index_cache:
+        (ipages, 64, 132) uint8. block_table, index_table: (R, B) int32, pages of either, of all
+        requests of the batch.
+
+        The layer's :meth:`select_pools` and :meth:`attend` have to follow before another layer
+        begins.
         """
         assert self.workspace is not None and self._side is not None
-        records, _ = self.workspace.kept_records(window.layout.tokens, window.layout.own_rows)
-        with self._side.run():
+        layout = window.layout
+        keys = self.workspace.borrow_index(layout.pools, layout.num_index_pages)
+        records, _ = self.workspace.kept_records(layout.tokens, layout.own_rows)
+        with self._side.run("index_keys"):
+            self._exchange_keys(window, kernels, index_cache, index_table, keys)
+        with self._side.run("records"):
             self._exchange_records(window, kernels, cache, block_table, records)
-        self._started = cache.data_ptr()
+        self._begun = True
+
+    def own_pools(self, plan: CkvBatchPlan) -> PoolPlaces | None:
+        """Where the pools that end in a batch go beside the cache; None if they are exchanged.
+
+        Behind :meth:`begin_layer`, and before the selection.
+        """
+        window = plan.early
+        if window is None:
+            return None
+        assert self.workspace is not None
+        layout = window.layout
+        buffers = self.workspace.borrow_index(layout.pools, layout.num_index_pages)
+        return PoolPlaces(buffers.pages, layout.page_starts, window.requests.start)
+
+    def _wait_for(self, exchanged: str) -> None:
+        # Without it the buffers hold another layer's context.
+        assert self._side is not None and self._begun, "the layer's exchange was not begun"
+        self._side.wait(exchanged)
+
+    def _exchange_keys(
+        self,
+        window: CkvWindow,
+        kernels: SparseMLAKernels,
+        index_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        buffers: IndexBuffers,
+    ) -> None:
+        """Fill the spans of ``buffers.records``, and the places of their pools in the pages."""
+        group = get_dcp_group()
+        layout = window.layout
+        index_pages = self.geometry.get().pools_per_page // POOLS_PER_INDEX_PAGE
+        table = self._table_of(window, block_table, index_pages)
+        if self.debug:
+            debug.poison((buffers.records, buffers.pages))
+            # Waits for the poison as well: the current stream may write own pools from here on.
+            debug.check_pages(
+                "index keys",
+                table,
+                layout.staged_pools.local_lens[group.rank_in_group],
+                POOLS_PER_INDEX_PAGE,
+                index_cache.shape[0],
+            )
+        with self.timer.exchange("index_keys"):
+            exchange.gather_pools(
+                kernels,
+                index_cache,
+                table,
+                layout.staged_pools,
+                buffers.records,
+                buffers.pages,
+                layout.page_starts,
+                exchange.communicator_of(group),
+                group.rank_in_group,
+                interleave=self.pool_ownership.interleave,
+            )
+        self.counters.ckv_bytes += (
+            (self.dcp_world_size - 1) * layout.pools.padded * INDEX_RECORD_BYTES
+        )
 
     def _exchange_records(
         self,

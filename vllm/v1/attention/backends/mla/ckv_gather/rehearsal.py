@@ -8,7 +8,7 @@ to know how long a batch of given sizes takes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +24,7 @@ from vllm.v1.attention.backends.mla.sparse_mla_kernels.base import (
     INDEX_DIM,
     LATENT_DIM,
     IndexQueries,
+    PoolPlaces,
 )
 
 if TYPE_CHECKING:
@@ -273,8 +274,12 @@ class Layer:
         numbers = torch.arange(pages, dtype=torch.int32, device=self.device)
         return (numbers % self.index_cache.shape[0]).repeat(num_requests, 1)
 
-    def write(self, batch: EmptyBatch) -> None:
-        """Write no record and no pool."""
+    def write(self, batch: EmptyBatch, places: PoolPlaces | None = None, begin: int = 0) -> None:
+        """Write no record, and no pool to the caches.
+
+        places: where the pools that end in the batch go; its tokens are those of one request from
+            ``begin`` on, which is the first token of a pool.
+        """
         bf16, pool_size = torch.bfloat16, self.gather.pool_size
         slots = batch.nothing(dtype=torch.int64)
         self.kernels.write_records(batch.zeros(LATENT_DIM, dtype=bf16), self.cache, slots)
@@ -287,8 +292,9 @@ class Layer:
             slots,
             torch.zeros((1, 2, ring, INDEX_DIM), dtype=bf16, device=self.device),
             slots,
-            torch.arange(batch.num_tokens, device=self.device),
+            torch.arange(batch.num_tokens, device=self.device) + begin,
             torch.tensor([0, batch.num_tokens], dtype=torch.int32, device=self.device),
+            places,
         )
 
     def ordinary(self, batch: EmptyBatch, num_requests: int = 1) -> Callable[[], None]:
@@ -355,7 +361,7 @@ class Layer:
 
         queries: rows of each request; left out, the last has as many as it can, the others one.
         capacity: visible tokens of a window; left out, what is reserved.
-        early: begin the exchange of records before the selection, if the batch may.
+        early: begin the exchanges before anything else, if the batch may.
         """
         gather, kernels, shapes = self.gather, self.kernels, batch.shapes
         others = len(lengths) - 1
@@ -364,18 +370,20 @@ class Layer:
         spans = gather.plan_spans(lengths, queries, batch.num_tokens, capacity=capacity)
         # A batch of the first run may have more rows than it sees tokens.
         seen = [min(pair) for pair in zip(lengths, queries, strict=True)]
-        own = own_lengths(lengths, seen, spans) if early else ()
+        own, pool = own_lengths(lengths, seen, spans) if early else (), gather.pool_size
         plan = gather.layout_batch(lengths, spans, self.device, selection_shares, own)
         records = max(lengths) // gather.dcp_world_size + gather.geometry.get().interleave
         pages = records // POOLS_PER_INDEX_PAGE + 1
         table, index_table = (make(len(lengths), pages) for make in (self.table, self.index_table))
         req_id, pool_counts = batch.req_id(), batch.pool_counts()
 
-        def beside() -> None:
-            if plan.early is not None:
-                gather.start_records(plan.early, kernels, self.cache, table)
-
         def run() -> None:
+            if plan.early is not None:
+                gather.begin_layer(
+                    plan.early, kernels, self.cache, table, self.index_cache, index_table
+                )
+                written = replace(batch, num_tokens=own[0])
+                self.write(written, gather.own_pools(plan), (lengths[0] - own[0]) // pool * pool)
             gather.select_pools(
                 plan,
                 kernels,
@@ -387,7 +395,6 @@ class Layer:
                     pool_counts,
                     shapes.pool_topk,
                 ),
-                beside,
             )
             gather.attend(
                 plan,

@@ -14,7 +14,8 @@ A device's time on a path is its collectives, its index scoring, its attention, 
 selects. The rows of a window are those that see it. The ordinary path scores and attends to 1/N of
 pairs and tokens on each rank, with N times the heads; a shared-out selection scores 1/N too. Bytes
 are those of :mod:`.byte_model`. A path takes three or four collectives; a gather two for every
-window, or one where no record is exchanged, and one for every span whose selection is shared out.
+window, or none where nothing but the batch's own is visible and every rank writes that, and one for
+every span whose selection is shared out.
 
 A small batch takes as long as the host takes to launch it, whatever its sizes: the path's time is
 the longer of the two.
@@ -193,8 +194,8 @@ class TimeModel:
             for begin in span.bounds[1:-1]
         ]
         windows = len(firsts) + len(others)
-        # Without a context there is no record to exchange where every rank writes its own.
-        exchanges = 2 * windows + len(shared) - (sum(own) == sum(lengths))
+        # Without a context there is nothing to exchange where every rank writes the batch's own.
+        exchanges = 2 * windows * (sum(own) != sum(lengths)) + len(shared)
         gathered = (
             exchanges * rates.collective
             + gathered_bytes * rates.byte

@@ -69,7 +69,7 @@ class Span:
 def own_lengths(
     seq_lens: Sequence[int], query_lens: Sequence[int], spans: Sequence[Span]
 ) -> Sequence[int]:
-    """Tokens of each gathered request whose records an early exchange leaves out; empty: none.
+    """Tokens of each gathered request that an early exchange leaves out; empty: none.
 
     They are the query tokens, which every rank computes. What is exchanged must have been written
     before this step. Lengths tell so of a request that is alone, and of prompts without a context:

@@ -15,8 +15,8 @@ Until vLLM locks the workspace, a larger request moves it; hence no address is k
 CUDA graphs do keep addresses, as those of vLLM's own users do: all requests have been made in the
 profiling run, which comes before any capture.
 
-Records whose exchange begins before the selection outlast other users. Their memory is not a part
-of the scratch, but one of the manager's persistent tensors, made in the profiling run as well.
+What is exchanged from the beginning of a layer on outlasts other users. Its memory is not a part of
+the scratch, but persistent tensors of the manager, made in the profiling run as well.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
 from vllm.v1.attention.backends.mla.ckv_gather.layout import RankMajorLayout, RowShares
 
 KEPT_RECORDS = "vllm_b12x_ckv records"
-"""Key of the persistent tensor."""
+KEPT_KEYS = "vllm_b12x_ckv index keys"
+KEPT_PAGES = "vllm_b12x_ckv index pages"
+"""Keys of the persistent tensors."""
 
 _ALIGNMENT = 256
 """vLLM places every tensor of one request at a multiple of this many bytes."""
@@ -68,13 +70,13 @@ class IndexBuffers:
     records: (N * pool_padded, 132), uint8.
     pages: (pages, 8448), uint8. Planar pages of 64 pools in global order.
     selection: (N * S, K), int32. Pool ids of all rows, where each rank selects for a share of them;
-        no row where every rank selects for all.
+        None in a process where every rank selects for all.
     scratch: whole tensors of the plan's ``kernels.selection`` shapes.
     """
 
     records: torch.Tensor
     pages: torch.Tensor
-    selection: torch.Tensor
+    selection: torch.Tensor | None
     scratch: tuple[torch.Tensor, ...]
 
 
@@ -121,8 +123,8 @@ class WorkspacePlan:
     kernels: what selection and attention over the gathered keys and latents need.
     selection: (N * S, K) int32, pool ids of the largest batch; no row where no batch shares its
         selection out.
-    own_page: rows P of the pages that a batch writes its own records in, if their exchange begins
-        before the selection; 0 if none does, and records lie in the scratch.
+    own_page: rows P of the pages that a batch writes its own records in, if exchanges begin with
+        the layer; 0 if none does, and records and keys lie in the scratch.
     """
 
     latents: Shape
@@ -149,7 +151,7 @@ class WorkspacePlan:
         geometry: the frozen one; a plan of an earlier page size would be too small.
         selection: (T, K), rows of the largest batch and pools that a row selects, if selections
             are shared out over the ranks.
-        early_exchange: whether the exchange of records begins before the selection.
+        early_exchange: whether exchanges begin with the layer.
         """
         world = geometry.dcp_world_size
         sizes = {"max_tokens": max_tokens, "max_num_seqs": max_num_seqs}
@@ -173,50 +175,58 @@ class WorkspacePlan:
         return (*records, *self.kernels.attention)
 
     @property
-    def kept(self) -> Shape:
-        """Shape of the records that are no scratch, uint8; no row where they are.
+    def index_requests(self) -> tuple[Request, ...]:
+        """The same for the index exchange."""
+        keys = ((self.index, torch.uint8), (self.index_pages, torch.uint8))
+        ids = (self.selection, torch.int32)
+        return (
+            *(() if self.own_page else keys),
+            *((ids,) if self.selection[0] else ()),
+            *self.kernels.selection,
+        )
+
+    @property
+    def kept(self) -> dict[str, Shape]:
+        """Key -> shape of the records, index keys and index pages that are no scratch, uint8.
 
         The spans of a batch's context and its own rows are no more than the spans of all it sees.
         Its last page of own rows may reach beyond.
         """
-        return (self.latents[0] + self.own_page if self.own_page else 0, self.latents[1])
+        if not self.own_page:
+            return {}
+        records = (self.latents[0] + self.own_page, self.latents[1])
+        return {KEPT_RECORDS: records, KEPT_KEYS: self.index, KEPT_PAGES: self.index_pages}
 
     @property
-    def index_requests(self) -> tuple[Request, ...]:
-        """The same for the index exchange."""
-        return (
-            (self.index, torch.uint8),
-            (self.index_pages, torch.uint8),
-            (self.selection, torch.int32),
-            *self.kernels.selection,
-        )
+    def kept_bytes(self) -> int:
+        """Bytes of :attr:`kept`."""
+        return sum(prod(shape) for shape in self.kept.values())
 
     @property
     def num_bytes(self) -> int:
         """Bytes that :meth:`reserve` makes vLLM allocate, :attr:`kept` among them."""
         scratch = max(_num_bytes(self.latent_requests), _num_bytes(self.index_requests))
-        return scratch + prod(self.kept)
+        return scratch + self.kept_bytes
 
     def num_bytes_beside(self, ordinary: KernelScratch) -> int:
         """The same beside the scratch of ordinary batches, in whose bytes all but the kept lie."""
-        return max(self.num_bytes, ordinary.num_bytes + prod(self.kept))
+        return max(self.num_bytes, ordinary.num_bytes + self.kept_bytes)
 
     def reserve(self) -> torch.device:
         """Allocate :attr:`num_bytes` of workspace (profiling run) and return where they lie."""
-        _reserve(self.latent_requests, self.index_requests)
-        if self.own_page:
-            self._keep()
-        return _take(self.index_requests)[0].device
+        tensors = _reserve(self.latent_requests, self.index_requests)
+        tensors += [self._keep(key) for key in self.kept]
+        return tensors[0].device
 
-    def _keep(self) -> torch.Tensor:
+    def _keep(self, key: str) -> torch.Tensor:
         from vllm.v1.worker.workspace import current_workspace_manager
 
-        return current_workspace_manager().get_persistent(KEPT_RECORDS, self.kept, torch.uint8)
+        return current_workspace_manager().get_persistent(key, self.kept[key], torch.uint8)
 
     def kept_records(
         self, layout: RankMajorLayout, own_rows: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The records of a batch whose exchange begins before the selection.
+        """The records of a batch where exchanges begin with the layer.
 
         layout, own_rows: see :meth:`borrow_latents`, which gives the same records.
 
@@ -228,7 +238,7 @@ class WorkspacePlan:
             ValueError: as :meth:`borrow_latents`.
         """
         rows = self._rows("latent", layout, self.latents[0], own_rows)
-        kept, page = self._keep(), self.own_page
+        kept, page = self._keep(KEPT_RECORDS), self.own_page
         pages = -(-own_rows // page)
         own = kept[rows - own_rows :][: pages * page].view(pages, page, kept.shape[1])
         return kept[:rows], own
@@ -272,10 +282,12 @@ class WorkspacePlan:
                 f"the batch exchanges the selection of {selection_rows} rows, {self.selection[0]} "
                 "are reserved; select for all rows on every rank"
             )
-        index, pages, selection, *scratch = _take(self.index_requests)
-        return IndexBuffers(
-            index[:rows], pages[:num_pages], selection[:selection_rows], tuple(scratch)
-        )
+        taken = _take(self.index_requests)
+        if self.own_page:
+            taken = [self._keep(KEPT_KEYS), self._keep(KEPT_PAGES), *taken]
+        index, pages, *scratch = taken
+        selection = scratch.pop(0)[:selection_rows] if self.selection[0] else None
+        return IndexBuffers(index[:rows], pages[:num_pages], selection, tuple(scratch))
 
     def _rows(self, what: str, layout: RankMajorLayout, reserved: int, own_rows: int = 0) -> int:
         if layout.dcp_world_size != self.dcp_world_size:

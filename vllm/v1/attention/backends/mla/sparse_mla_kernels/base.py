@@ -55,6 +55,19 @@ class IndexQueries:
     topk: int
 
 
+@dataclass(frozen=True)
+class PoolPlaces:
+    """Planar pages in which a request's pools lie in global order, whoever owns them.
+
+    pages: (pages, 64, 132) or (pages, 8448) uint8. page_starts: (R,) int32, the first page of each
+        request from ``first_request`` on; those before it have none.
+    """
+
+    pages: torch.Tensor
+    page_starts: torch.Tensor
+    first_request: int = 0
+
+
 @runtime_checkable
 class SparseMLAKernels(Protocol):
     """Device operations of one provider.
@@ -175,6 +188,7 @@ class SparseMLAKernels(Protocol):
         tail_slots: torch.Tensor,
         positions: torch.Tensor,
         query_start_loc: torch.Tensor,
+        gathered: PoolPlaces | None = None,
     ) -> None:
         """Compress the pools that end in this batch and keep the last tokens for later pools.
 
@@ -196,6 +210,9 @@ class SparseMLAKernels(Protocol):
             tail_slots: [T], int64. ``block * ring + position % ring``; negative: not stored.
             positions: [T], int64. Position in its own request.
             query_start_loc: [R + 1], int32. Tokens from ``query_start_loc[-1]`` on are padding.
+            gathered: where every pool that ends in this batch goes besides, as the same bytes: pool
+                ``p = position // pool_size`` of request r to place ``p % 64`` of page
+                ``page_starts[r] + p // 64``. None: nowhere.
 
         Raises:
             ValueError: a pool began before this batch and there is no tail to complete it from.

@@ -161,6 +161,15 @@ def index_planes(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return keys, scales
 
 
+def _place_pools(
+    records: torch.Tensor, planes: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor
+) -> None:
+    """Write records [n, 132] to ``slots`` (page * 64 + place) of the planes of index pages."""
+    page, place = slots // POOLS_PER_INDEX_PAGE, slots % POOLS_PER_INDEX_PAGE
+    for plane, part in zip(planes, records.split((INDEX_DIM, 4), dim=1), strict=True):
+        plane[page, place] = part
+
+
 def _check_width(what: str, width: int) -> None:
     if width not in _RECORD_WIDTHS:
         raise ValueError(
@@ -263,16 +272,22 @@ class TorchReferenceKernels:
         tail_slots,
         positions,
         query_start_loc,
+        gathered=None,
     ) -> None:
         """See :meth:`SparseMLAKernels.write_pools`."""
-        keys, scales = index_planes(index_cache)
+        planes = index_planes(index_cache)
         pool_size = ape.shape[0]
         bounds = query_start_loc.long()
         tokens = torch.arange(int(bounds[-1]), device=k.device)
         request = torch.searchsorted(bounds, tokens, right=True) - 1
         first, end = bounds[request], bounds[request + 1]
 
-        last = (pool_slots[: tokens.numel()] >= 0).nonzero().squeeze(1)
+        wanted = pool_slots[: tokens.numel()] >= 0
+        if gathered is not None:
+            ends = (positions[: tokens.numel()] + 1) % pool_size == 0
+            besides = ends & (request >= gathered.first_request)
+            wanted = wanted | besides
+        last = wanted.nonzero().squeeze(1)
         if last.numel():
             ends_inside = (positions[last] + 1) % pool_size
             if bool(ends_inside.any()):
@@ -300,10 +315,14 @@ class TorchReferenceKernels:
                 pool_k = torch.where(here, pool_k, tail_cache[block, 0, place])
                 pool_gate = torch.where(here, pool_gate, tail_cache[block, 1, place])
             records = compress_pools(pool_k, pool_gate, ape)
-            slots = pool_slots[last].long()
-            page, place = slots // POOLS_PER_INDEX_PAGE, slots % POOLS_PER_INDEX_PAGE
-            keys[page, place] = records[:, :INDEX_DIM]
-            scales[page, place] = records[:, INDEX_DIM:]
+            owned = pool_slots[last] >= 0
+            _place_pools(records[owned], planes, pool_slots[last][owned].long())
+            if gathered is not None:
+                sent = besides[last]
+                own, pools = last[sent], positions[last][sent].long() // pool_size
+                starts = gathered.page_starts.long()[request[own] - gathered.first_request]
+                places = starts * POOLS_PER_INDEX_PAGE + pools
+                _place_pools(records[sent], index_planes(gathered.pages), places)
 
         if tail_cache is not None:
             ring = tail_cache.shape[2]

@@ -288,18 +288,33 @@ def _pool_member(
     return member
 
 
+@triton.jit
+def _store_pool(page, place, key, scale):
+    """One pool's place in a planar page."""
+    tl.store(page + place * _KEY + tl.arange(0, _KEY), key)
+    tl.store((page + _PLACES * _KEY).to(tl.pointer_type(tl.float32)) + place, scale)
+
+
 @triton.jit(
     do_not_specialize=[
         "requests",
         "k_stride",
         "gate_stride",
         "page_stride16",
+        "gathered_stride16",
+        "first_request",
         "ring",
         "tail_block",
         "tail_half",
         "tail_row",
     ],
-    do_not_specialize_on_alignment=["pool_slots", "tail_slots", "positions", "bounds"],
+    do_not_specialize_on_alignment=[
+        "pool_slots",
+        "page_starts",
+        "tail_slots",
+        "positions",
+        "bounds",
+    ],
 )
 def _write_pools_kernel(
     k,
@@ -310,6 +325,10 @@ def _write_pools_kernel(
     cache,
     page_stride16,
     pool_slots,
+    gathered,
+    gathered_stride16,
+    page_starts,
+    first_request,
     tail,
     tail_block,
     tail_half,
@@ -327,18 +346,20 @@ def _write_pools_kernel(
     token = tl.program_id(0)
     slot = tl.load(pool_slots + token).to(tl.int64)
     position = tl.load(positions + token).to(tl.int64)
-    known = (slot >= 0) & (token < tl.load(bounds + requests)) & ((position + 1) % POOL == 0)
-    if known:
+    known = (token < tl.load(bounds + requests)) & ((position + 1) % POOL == 0)
+    if known & ((slot >= 0) | (first_request < requests)):
         first = 0
+        request = -1
         for base in range(0, requests + 1, BLOCK):
             r = base + tl.arange(0, BLOCK)
             bound = tl.load(bounds + r, mask=r <= requests, other=_INT32_MAX)
             first = tl.maximum(first, tl.max(tl.where(bound <= token, bound, 0), axis=0))
+            request += tl.sum((bound <= token).to(tl.int32), axis=0)
         tail_slot = tl.load(tail_slots + token).to(tl.int64)
         whole = token - (POOL - 1) >= first
         if HAS_TAIL:
             whole = whole | (tail_slot >= 0)
-        if whole:
+        if whole & ((slot >= 0) | (request >= first_request)):
             column = tl.arange(0, _KEY)
             block = tl.maximum(tail_slot, 0) // ring * tail_block
             most = tl.full([_KEY], float("-inf"), tl.float32)
@@ -392,11 +413,16 @@ def _write_pools_kernel(
             scale = (exponent << 23).to(tl.float32, bitcast=True)
             x = x * ((254 - exponent) << 23).to(tl.float32, bitcast=True)
             x = tl.where(x > _E4M3_MAX, _E4M3_MAX, tl.where(x < -_E4M3_MAX, -_E4M3_MAX, x))
-            page = cache + slot // _PLACES * page_stride16 * 16
-            place = slot % _PLACES
-            tl.store(page + place * _KEY + column, _encode_e4m3(x).to(tl.uint8))
-            scales = (page + _PLACES * _KEY).to(tl.pointer_type(tl.float32))
-            tl.store(scales + place, scale)
+            key = _encode_e4m3(x).to(tl.uint8)
+            if slot >= 0:
+                _store_pool(
+                    cache + slot // _PLACES * page_stride16 * 16, slot % _PLACES, key, scale
+                )
+            if request >= first_request:
+                start = tl.load(page_starts + request - first_request).to(tl.int64)
+                pool = position // POOL
+                page = gathered + (start + pool // _PLACES) * gathered_stride16 * 16
+                _store_pool(page, pool % _PLACES, key, scale)
 
 
 @triton.jit(
@@ -1537,6 +1563,7 @@ class TritonKernels:
         tail_slots,
         positions,
         query_start_loc,
+        gathered=None,
     ) -> None:
         """See :meth:`SparseMLAKernels.write_pools`.
 
@@ -1556,6 +1583,12 @@ class TritonKernels:
         tail_strides = tail.stride()[:3] if has_tail else (0, 0, 0)
         ring = tail.shape[2] if has_tail else 1
         _check_inner(tail_cache=tail)
+        if gathered is None:
+            pages, page_starts, first_request = index_cache, query_start_loc, requests
+        else:
+            pages, page_starts = gathered.pages, gathered.page_starts
+            first_request = gathered.first_request
+            _check_index_pages(pages)
         # Two launches: all tails are read before one is overwritten.
         _write_pools_kernel[(tokens,)](
             k,
@@ -1566,6 +1599,10 @@ class TritonKernels:
             index_cache,
             _stride16(index_cache, "the index cache"),
             pool_slots,
+            pages,
+            _stride16(pages, "the gathered pages"),
+            page_starts,
+            first_request,
             tail,
             *tail_strides,
             ring,
