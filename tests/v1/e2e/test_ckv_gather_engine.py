@@ -533,13 +533,13 @@ def test_four_ranks(name, no_dcp, four_ranks):
         assert abs(mine.logprobs[i][0] - other.logprobs[i][0]) <= verify.LIMIT_VS_DCP
 
 
-def test_four_ranks_exchange_no_record_of_the_chunk_itself(engines, four_ranks):
-    """A prompt without a context costs its index key at most."""
+def test_four_ranks_exchange_nothing_of_the_chunk_itself(engines, four_ranks):
+    """A prompt in one chunk gathers, and receives no byte."""
     config = json.loads((engines.model / "config.json").read_text())
     layers = config.get("text_config", config)["layer_types"].count("full_attention")
-    for name, pools in (("2 tokens", 0), ("3 tokens", 0), ("4 tokens", 1), ("5 tokens", 1)):
+    for name in ("2 tokens", "3 tokens", "4 tokens", "5 tokens"):
         counters = result_of(four_ranks, name, FOUR).counters
-        assert counters["ckv_bytes"] == layers * 3 * pools * 132
+        assert counters["gathered_batches"] == 1 and counters["ckv_bytes"] == 0
     assert result_of(four_ranks, "odd cuts", FOUR).counters["ckv_bytes"] > layers * 3 * 528
 
 
