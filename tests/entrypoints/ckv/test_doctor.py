@@ -274,6 +274,11 @@ class Broken(TorchReferenceKernels):
         ids, best = super().merge_pool_candidates(scores, global_ids, topk)
         return (global_ids[:, :topk] if self.fault == "merge" else ids), best
 
+    def write_pools(self, *args):
+        super().write_pools(*args)
+        if self.fault == "own pools":
+            args[-1].pages[0, 5] = args[-1].pages[0, 4]
+
     def unpack_pools(self, *args):
         super().unpack_pools(*args)
         if self.fault == "pools":
@@ -301,6 +306,7 @@ class Broken(TorchReferenceKernels):
         ("output", "attention is off"),
         ("lse", "log-sum-exps are off"),
         ("own records", "gathered records differ"),
+        ("own pools", "gathered index keys differ"),
         ("own rows", "attention is off"),
         ("window", "attention is off"),
         ("merge", "selection is off"),

@@ -34,6 +34,7 @@ from vllm.v1.attention.backends.mla.ckv_gather.windows import (
     merge_attention,
     merge_candidates,
 )
+from vllm.v1.attention.backends.mla.sparse_mla_kernels.base import PoolPlaces
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backends.mla.sparse_mla_kernels import SparseMLAKernels
@@ -145,16 +146,24 @@ def run_self_test(kernels: SparseMLAKernels, device: torch.device | str = "cpu")
     bounds = move(torch.tensor([0, TOKENS]), torch.int32)
     ends = tokens % POOL == POOL - 1
 
-    def write_pools(slots: torch.Tensor) -> torch.Tensor:
-        cache = torch.zeros(index_shape, dtype=torch.uint8, device=device)
+    def write_pools(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A rank's index cache, and the pages in which every rank writes all of a batch's pools."""
+        cache, own = torch.zeros((2, *index_shape), dtype=torch.uint8, device=device)
         nothing = move(torch.full_like(slots, -1))
-        kernels.write_pools(k, gate, ape, cache, move(slots), None, nothing, move(tokens), bounds)
-        return cache
+        places = PoolPlaces(own, move(torch.zeros(1), torch.int32))
+        kernels.write_pools(
+            k, gate, ape, cache, move(slots), None, nothing, move(tokens), bounds, places
+        )
+        return cache, own
 
-    unsplit = write_pools(torch.where(ends, tokens // POOL, -1))
-    index_caches = [
-        write_pools(torch.where(ends & (owner == rank), place // POOL, -1)) for rank in range(WORLD)
-    ]
+    unsplit, _ = write_pools(torch.where(ends, tokens // POOL, -1))
+    index_caches, own_pools = zip(
+        *(
+            write_pools(torch.where(ends & (owner == rank), place // POOL, -1))
+            for rank in range(WORLD)
+        ),
+        strict=True,
+    )
 
     def gather_keys(begin: int, end: int) -> torch.Tensor:
         """(pages, 64, 132) uint8 planar: the pools of a window of all ranks."""
@@ -283,7 +292,9 @@ def run_self_test(kernels: SparseMLAKernels, device: torch.device | str = "cpu")
         lse_error = max(lse_error, float(off.nan_to_num(float("inf"))))
     return SelfTest(
         records_equal=torch.equal(packed, kept) and torch.equal(own, kept[-OWN:]),
-        pools_equal=torch.equal(_keys(unpacked.cpu(), pools), keys),
+        pools_equal=all(
+            torch.equal(_keys(pages.cpu(), pools), keys) for pages in (unpacked, *own_pools)
+        ),
         score_error=score_error,
         output_error=output_error,
         lse_error=lse_error,
