@@ -62,7 +62,7 @@ def stored_latents(latents: torch.Tensor, record: str = "fp8_ds_mla") -> torch.T
 class Expected:
     """What a chunk's rows select and compute.
 
-    token_ids: one list of positions per row, in order. out: (rows, heads, 512). lse: (rows, heads).
+    token_ids: one list of ascending positions per row. out: (rows, heads, 512). lse: (rows, heads).
     """
 
     token_ids: list[list[int]]
@@ -139,7 +139,8 @@ class Bank:
             pools = list(range(int(complete[row])))
             if len(pools) > pool_topk:
                 value = scores[row].tolist()
-                pools = sorted(pools, key=lambda p, value=value: (-value[p], p))[:pool_topk]
+                best = sorted(pools, key=lambda p, value=value: (-value[p], p))
+                pools = sorted(best[:pool_topk])
             tokens = [p * POOL + i for p in pools for i in range(POOL)]
             tokens += range(int(complete[row]) * POOL, int(seen[row]))
             lists.append(tokens)

@@ -91,7 +91,7 @@ def by_hand(bank, request, position, pool_topk):
         best = []
         while len(best) < pool_topk:
             best.append(max((p for p in pools if p not in best), key=lambda p: (score[p], -p)))
-        pools = best
+        pools = sorted(best)
     history = [4 * p + i for p in pools for i in range(4)]
     tail = [t for t in range(seen) if t // 4 == seen // 4]
     return history + tail

@@ -344,5 +344,5 @@ def _launch_order(ids, scores, lengths):
         if seen <= topk:
             ids[row, seen:], scores[row, seen:] = -1, -math.inf
             continue
-        order = sorted(range(topk), key=lambda i: (-float(scores[row, i]), int(ids[row, i])))
+        order = ids[row].argsort()
         ids[row], scores[row] = ids[row, order], scores[row, order]

@@ -1084,7 +1084,7 @@ def test_the_table_of_the_triton_programs_has_every_gpu_family():
                 "unpack",
                 "logits",
                 "topk",
-                "order",
+                "settle",
             )
         } | {f"triton._{name}_kernel" for name in ("merge", "expand", "remap", "filter", "attend")}
         assert all(int(row["shared_bytes"]) <= limit * 1024 for row in own)

@@ -157,8 +157,9 @@ def test_selection(kernels, frozen, gap, rows):
     )
     ids, scores = ids[pick.cuda()].cpu(), scores[pick.cuda()].cpu()
     assert torch.equal(ids < 0, want < 0)
-    # Sums in fp32 in another order may swap neighbours at the last place.
-    torch.testing.assert_close(scores, want_scores, rtol=1e-3, atol=1e-2)
+    # Sums in fp32 in another order may give the last places to other pools.
+    ranked, want_ranked = scores.sort().values, want_scores.sort().values
+    torch.testing.assert_close(ranked, want_ranked, rtol=1e-3, atol=1e-2)
     common = [len(set(a.tolist()) & set(b.tolist())) for a, b in zip(ids, want, strict=True)]
     wanted = [len(set(b.tolist())) for b in want]
     print(f"{rows} rows: {sum(wanted) - sum(common)} of {sum(wanted)} chosen differently")

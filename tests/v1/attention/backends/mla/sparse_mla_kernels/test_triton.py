@@ -423,8 +423,8 @@ def test_a_hundred_runs_give_the_same_bits(kernels):
         results += kernels.attend(q, latents, tokens, lengths, 0.04, scratch=scratch)
         if first is None:
             first = results
-            # All candidates fit, so that merging brings them into ascending order.
-            assert torch.equal(merged, ids.sort(1).values)
+            # All candidates fit.
+            assert torch.equal(merged, ids)
         assert all(torch.equal(a, b) for a, b in zip(first, results, strict=True))
 
 

@@ -171,9 +171,6 @@ def merge_candidates(
 
     best: of all rows. skipped: rows at the beginning that see no pool of the window.
     found: of the other rows; ids count from ``first_pool``.
-
-    The same pools as of one window over both, and in its order: a row that gets here sees a pool of
-    each, so more than K candidates arrive if it sees more than K pools.
     """
     ids, scores = (tensor[skipped:] for tensor in best)
     found_ids = torch.where(found[0] >= 0, found[0] + first_pool, -1)

@@ -60,7 +60,7 @@ from vllm.v1.attention.backends.mla.ckv_gather.geometry import (
 )
 
 from .base import INDEX_DIM, LATENT_DIM, Scratch, ScratchShapes, SparseMLAKernels
-from .triton import TritonKernels
+from .triton import TritonKernels, sort_by_id
 
 logger = init_logger(__name__)
 
@@ -425,14 +425,7 @@ def _order_kernel(ids, scores, lengths, TOPK: tl.constexpr):
         index = tl.where(live, index, -1)
         score = tl.where(live, score, float("-inf"))
     else:
-        # Scores as integers that order alike; that map is its own inverse. Both zeros are one.
-        bits = (score + 0.0).to(tl.int32, bitcast=True)
-        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-        key = (bits.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
-        key = tl.sort(key, descending=True)
-        index = 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
-        bits = (key >> 32).to(tl.int32)
-        score = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        index, score = sort_by_id(index, score)
     tl.store(ids + place, index)
     tl.store(scores + place, score)
 

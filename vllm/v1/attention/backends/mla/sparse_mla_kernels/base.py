@@ -298,8 +298,8 @@ class SparseMLAKernels(Protocol):
             scratch: tensors of :meth:`selection_scratch_shapes`. Contents are lost.
 
         Returns:
-            pool_ids: [T, topk], int32. At most ``topk`` visible pools: ascending ids; more:
-                descending score, ties to the lower id. -1 after the last one.
+            pool_ids: [T, topk], int32. The visible pools of the highest scores, ties to the lower
+                id, in ascending order of ids. -1 after the last one.
             scores: [T, topk], fp32. Score of each id, -inf where the id is -1.
         """
         ...
@@ -315,9 +315,7 @@ class SparseMLAKernels(Protocol):
             topk: pools to keep.
 
         Returns:
-            pool_ids: [T, topk], int32. The pools :meth:`select_pools` would give over all pools,
-                and in its order, except where all visible pools lie on one rank and are more than
-                ``topk``: then only ``topk`` candidates arrive, and they come in ascending order.
+            pool_ids: [T, topk], int32. What :meth:`select_pools` would give over all pools.
             scores: [T, topk], fp32. Score of each id, -inf where the id is -1.
         """
         ...

@@ -12,7 +12,7 @@ from .base import LATENT_DIM, ScratchShapes
 
 LOGITS_BYTES = 32 << 20
 CANDIDATE_BYTES = 8 << 20
-"""Candidates of a selection; there are two such buffers."""
+"""Candidates of a selection."""
 PARTIAL_BYTES = 17 << 20
 """Parts of split rows: a wave of 264 programs of 32 heads on an H200, 16.5 MiB."""
 DEEPGEMM_KEYS = 131_072
@@ -62,4 +62,4 @@ def triton_bytes(family: int) -> int:
     family: compute capability, major x 10; on Hopper keys for DeepGEMM are among them.
     """
     keys = DEEPGEMM_KEYS_BYTES if family == 90 else 0
-    return LOGITS_BYTES + 2 * CANDIDATE_BYTES + PARTIAL_BYTES + keys
+    return LOGITS_BYTES + CANDIDATE_BYTES + PARTIAL_BYTES + keys

@@ -533,18 +533,16 @@ class TorchReferenceKernels:
 
 
 def _best(scores: torch.Tensor, ids: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Best ``topk`` columns; ``ids`` ascend along a row, with -1 after the last one.
+    """Best ``topk`` columns, ties to the lower id.
 
-    Rows with at most ``topk`` ids keep their order; others are sorted by descending score, where
-    the stable sort gives ties to the lower id.
+    ``ids`` ascend along a row, with -1 after the last one; so do those that are returned.
     """
     valid = ids >= 0
     scores = torch.where(valid, scores, -math.inf)
-    # NaN and -inf scores of real ids still come before the invalid columns.
     order = scores.sort(dim=1, descending=True, stable=True).indices
+    # NaN and -inf scores of real ids still come before the invalid columns.
     order = order.gather(1, (~valid.gather(1, order)).int().sort(dim=1, stable=True).indices)
-    few = valid.sum(dim=1, keepdim=True) <= topk
-    order = torch.where(few, torch.arange(ids.shape[1], device=ids.device), order)[:, :topk]
+    order = order[:, :topk].sort(dim=1).values
     return ids.gather(1, order), scores.gather(1, order)
 
 

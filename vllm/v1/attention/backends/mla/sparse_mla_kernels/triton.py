@@ -50,12 +50,11 @@ _DEEPGEMM_BYTES = 128 << 20
 _DEEPGEMM_ROWS = 512
 _VLLM_TOPK = 512
 """The number of pools vLLM calls its top-k with."""
-_SETTLE_BLOCK = 2048
+_SETTLE_BLOCK, _SETTLE_WARPS = 1024, 4
 _PACK_ROWS = 8
 _ROW_BLOCK, _ROW_WARPS = 512, 4
 _TOPK_BLOCKS = (2048, 8192)
 _TOPK_WARPS = {2048: 4, 8192: 4}
-_ORDER_WARPS = 4
 _LOGITS_LAUNCH = {"num_warps": 4, "num_stages": 4}
 _STRIP = 2048
 """Pools scored by one program."""
@@ -162,6 +161,33 @@ def _sortable(score):
 def _unsortable(key):
     """Inverse of :func:`_sortable`."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def sort_by_id(index, score):
+    """Ids (int32) and their scores (fp32) -> both in ascending order of ids, -1 at the end."""
+    # As an unsigned number -1 is the largest.
+    both = index.to(tl.uint32, bitcast=True).to(tl.uint64) << 32
+    both = tl.sort(both | score.to(tl.uint32, bitcast=True).to(tl.uint64))
+    index = (both >> 32).to(tl.uint32).to(tl.int32, bitcast=True)
+    return index, both.to(tl.uint32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _take(above, equal, room):
+    """All ``above`` and the first ``room`` of ``equal``, at most 32,767 of either in a block.
+
+    Returns which to take, how many of these come before each, how many they are, and how many of
+    them are equal.
+    """
+    both = above.to(tl.int32) + (equal.to(tl.int32) << 16)
+    before = tl.cumsum(both, axis=0) - both
+    equal_before = before >> 16
+    take = above | (equal & (equal_before < room))
+    place = (before & 0xFFFF) + tl.minimum(equal_before, room)
+    total = tl.sum(both, axis=0)
+    filled = tl.minimum(total >> 16, room)
+    return take, place, (total & 0xFFFF) + filled, filled
 
 
 # Records
@@ -670,7 +696,7 @@ def _logits_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["row0", "stride", "limit", "out_stride", "level"],
+    do_not_specialize=["row0", "stride", "limit", "out_stride", "out_row0", "level"],
     do_not_specialize_on_alignment=["req_id", "counts"],
 )
 def _topk_kernel(
@@ -684,6 +710,7 @@ def _topk_kernel(
     out_scores,
     out_ids,
     out_stride,
+    out_row0,
     row0,
     TOPK: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -693,7 +720,7 @@ def _topk_kernel(
     """The best TOPK of one block of candidates, in the order of the block; ties to the first.
 
     The first pass reads scores of pools 0, 1, ...; a later one reads the results of the one before,
-    SLOTS candidates for every ``level`` pools, as far as pools are visible.
+    SLOTS candidates for every ``level`` pools, as far as pools are visible. So ids ascend.
     """
     row = tl.program_id(0)
     block = tl.program_id(1)
@@ -726,23 +753,20 @@ def _topk_kernel(
         above = valid & (key > low.to(tl.int32))
         equal = valid & (key == low.to(tl.int32))
         room = TOPK - tl.sum(above.to(tl.int32), axis=0)
-        both = above.to(tl.int32) + (equal.to(tl.int32) << 16)
-        before = tl.cumsum(both, axis=0) - both
-        equal_before = before >> 16
-        take = above | (equal & (equal_before < room))
-        position = (before & 0xFFFF) + tl.minimum(equal_before, room)
-        target = row.to(tl.int64) * out_stride + block * SLOTS
+        take, position, _, _ = _take(above, equal, room)
+        target = (out_row0 + row).to(tl.int64) * out_stride + block * SLOTS
         tl.store(out_scores + target + position, _unsortable(key), mask=take)
         index = tl.load(ids + source, mask=take) if HAS_IDS else column
         tl.store(out_ids + target + position, index, mask=take)
         slot = tl.arange(0, SLOTS)
-        rest = slot >= tl.minimum(total, TOPK)
+        # Of results, unlike candidates, a row has but TOPK.
+        rest = (slot >= tl.minimum(total, TOPK)) & (slot < out_stride)
         tl.store(out_scores + target + slot, float("-inf"), mask=rest)
         tl.store(out_ids + target + slot, -1, mask=rest)
 
 
 @triton.jit(
-    do_not_specialize=["score_stride", "id_stride", "columns", "out_stride"],
+    do_not_specialize=["score_stride", "id_stride", "columns"],
 )
 def _merge_kernel(
     scores,
@@ -752,13 +776,11 @@ def _merge_kernel(
     columns,
     out_scores,
     out_ids,
-    out_counts,
-    out_stride,
     TOPK: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The best TOPK of a row of candidates in any order; ties to the lower id."""
+    """The best TOPK of a row of candidates in any order, by ascending ids; ties to the lower id."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     index = tl.load(ids + row * id_stride + column, mask=column < columns, other=-1)
@@ -782,25 +804,31 @@ def _merge_kernel(
         done = reach == TOPK
     take = valid & ((key >= low) | (total <= TOPK))
     position = tl.cumsum(take.to(tl.int32), axis=0) - 1
-    target = row * out_stride
+    target = row * TOPK
     tl.store(out_scores + target + position, score, mask=take)
     tl.store(out_ids + target + position, index, mask=take)
-    slot = tl.arange(0, SLOTS)
-    rest = slot >= tl.minimum(total, TOPK)
-    tl.store(out_scores + target + slot, float("-inf"), mask=rest)
-    tl.store(out_ids + target + slot, -1, mask=rest)
-    tl.store(out_counts + row, total)
+    tl.debug_barrier()
+    place = tl.arange(0, SLOTS)
+    kept = place < tl.minimum(total, TOPK)
+    index = tl.load(out_ids + target + place, mask=kept, other=-1)
+    score = tl.load(out_scores + target + place, mask=kept, other=float("-inf"))
+    # All places are read before one is written again.
+    tl.debug_barrier()
+    index, score = sort_by_id(index, score)
+    tl.store(out_ids + target + place, index, mask=place < TOPK)
+    tl.store(out_scores + target + place, score, mask=place < TOPK)
 
 
+# The stride of scores, unlike other numbers, is specialised: it is a multiple of 64, which lets a
+# thread read 16 bytes at once.
 @triton.jit(
-    do_not_specialize=["logits_stride", "row0", "limit"],
+    do_not_specialize=["row0", "limit"],
     do_not_specialize_on_alignment=["req_id", "counts"],
 )
 def _settle_kernel(
     logits,
     logits_stride,
     chosen,
-    ties,
     req_id,
     counts,
     limit,
@@ -813,96 +841,46 @@ def _settle_kernel(
 ):
     """A set of best pools in any order, with any of equal ones -> the contract's choice and order.
 
-    The least chosen score is right whichever of its pools was taken. If the row has more pools of
-    that score than were chosen, the lowest ids take their places.
+    The least chosen score is right whichever of its pools was taken, and all pools above it were
+    chosen. What is left of TOPK is how many of the equal ones are wanted: those of the lowest ids.
+
+    No NaN is taken. Beside some, less may have been chosen than TOPK, or more be above the least.
     """
     row = tl.program_id(0)
     count = tl.minimum(tl.load(counts + row0 + row), limit)
     count = tl.where(tl.load(req_id + row0 + row) >= 0, tl.maximum(count, 0), 0)
-    place = tl.arange(0, SLOTS)
+    slot = tl.arange(0, SLOTS)
     source = logits + row.to(tl.int64) * logits_stride
-    target = (row0 + row).to(tl.int64) * TOPK + place
+    target = (row0 + row).to(tl.int64) * TOPK
     if count <= TOPK:
-        score = tl.load(source + place, mask=place < count, other=float("-inf"))
-        tl.store(out_ids + target, tl.where(place < count, place, -1), mask=place < TOPK)
-        tl.store(out_scores + target, score, mask=place < TOPK)
+        taken = count
+        index = slot
+        tl.store(out_ids + target + slot, slot, mask=slot < taken)
     else:
-        live = place < TOPK
-        spot = row.to(tl.int64) * TOPK + place
-        index = tl.load(chosen + spot, mask=live, other=0)
-        key = _sortable(tl.load(source + index, mask=live, other=0.0))
-        least = tl.min(tl.where(live, key, _INT32_MAX), axis=0)
-        reach = tl.zeros([BLOCK], tl.int32)
+        index = tl.load(chosen + row.to(tl.int64) * TOPK + slot, mask=slot < TOPK, other=-1)
+        known = (index >= 0) & (index < count)
+        best = tl.load(source + index, mask=known, other=float("nan"))
+        least = tl.min(tl.where(best == best, best, float("inf")), axis=0)
+        room = TOPK - tl.sum((best > least).to(tl.int32), axis=0)
+        taken = tl.zeros_like(count)
+        # Whole 16 bytes; there are scores, of no meaning, to the end of a page.
+        readable = (count + 3) // 4 * 4
         for base in range(0, count, BLOCK):
             column = base + tl.arange(0, BLOCK)
-            inside = column < count
-            other = _sortable(tl.load(source + column, mask=inside, other=0.0))
-            reach += (inside & (other >= least)).to(tl.int32)
-        if tl.sum(reach, axis=0) > TOPK:
-            found = 0
-            for base in range(0, count, BLOCK):
-                column = base + tl.arange(0, BLOCK)
-                inside = column < count
-                other = _sortable(tl.load(source + column, mask=inside, other=0.0))
-                equal = (inside & (other == least)).to(tl.int32)
-                order = found + tl.cumsum(equal, axis=0) - 1
-                spare = (equal == 1) & (order < TOPK)
-                tl.store(ties + row.to(tl.int64) * TOPK + order, column, mask=spare)
-                found += tl.sum(equal, axis=0)
-            tl.debug_barrier()
-            last = (live & (key == least)).to(tl.int32)
-            order = tl.cumsum(last, axis=0) - 1
-            tied = tl.load(ties + row.to(tl.int64) * TOPK + order, mask=last == 1, other=0)
-            index = tl.where(last == 1, tied, index)
-        both = (key.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
-        both = tl.sort(tl.where(live, both, -0x7FFFFFFFFFFFFFFF), descending=True)
-        index = 0x7FFFFFFF - (both & 0x7FFFFFFF).to(tl.int32)
-        tl.store(out_ids + target, index, mask=live)
-        tl.store(out_scores + target, _unsortable((both >> 32).to(tl.int32)), mask=live)
-
-
-@triton.jit(do_not_specialize=["stride", "row0"], do_not_specialize_on_alignment=["counts"])
-def _order_kernel(
-    scores,
-    ids,
-    stride,
-    counts,
-    row0,
-    out_scores,
-    out_ids,
-    TOPK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    MERGED: tl.constexpr,
-):
-    """Put TOPK candidates of a row in the order of the contract.
-
-    A row that saw at most TOPK pools is in ascending ids, any other in descending scores. Results
-    of a selection, unlike merged ones, come in ascending ids.
-    """
-    row = tl.program_id(0)
-    place = tl.arange(0, SLOTS)
-    source = row.to(tl.int64) * stride + place
-    index = tl.load(ids + source, mask=place < TOPK, other=-1)
-    score = tl.load(scores + source, mask=place < TOPK, other=float("-inf"))
-    seen = tl.load(counts + row0 + row)
-    target = (row0 + row).to(tl.int64) * TOPK + place
-    if MERGED | (seen > TOPK):
-        # Distinct keys, since ids are; those of no pool are below all others.
-        value, order = _sortable(score).to(tl.int64), (0x7FFFFFFF - index).to(tl.int64)
-        key = (value << 32) | order
-        if MERGED:
-            key = tl.where(seen > TOPK, key, (order << 32) | (value & 0xFFFFFFFF))
-        key = tl.where(index >= 0, key, -0x7FFFFFFFFFFFFFFF)
-        key = tl.sort(key, descending=True)
-        valid = key != -0x7FFFFFFFFFFFFFFF
-        value, order = (key >> 32).to(tl.int32), (key & 0x7FFFFFFF).to(tl.int32)
-        if MERGED:
-            low = (key & 0xFFFFFFFF).to(tl.int32)
-            value, order = tl.where(seen > TOPK, value, low), tl.where(seen > TOPK, order, value)
-        index = tl.where(valid, 0x7FFFFFFF - order, -1)
-        score = tl.where(valid, _unsortable(value), float("-inf"))
-    tl.store(out_ids + target, index, mask=place < TOPK)
-    tl.store(out_scores + target, score, mask=place < TOPK)
+            value = tl.load(source + column, mask=column < readable)
+            value = tl.where(column < count, value, float("nan"))
+            take, place, more, filled = _take(value > least, value == least, room)
+            place += taken
+            tl.store(out_ids + target + place, column, mask=take & (place < TOPK))
+            taken += more
+            room -= filled
+        taken = tl.minimum(taken, TOPK)
+        tl.debug_barrier()
+        index = tl.load(out_ids + target + slot, mask=slot < taken, other=0)
+    # Scores are looked up, which takes less than to move them with the ids.
+    score = tl.load(source + index, mask=slot < taken, other=float("-inf"))
+    tl.store(out_scores + target + slot, score, mask=slot < TOPK)
+    tl.store(out_ids + target + slot, -1, mask=(slot >= taken) & (slot < TOPK))
 
 
 # Rows
@@ -1462,7 +1440,7 @@ _FLASHMLA_MIN_TOKENS = 256
 class TritonKernels:
     """:class:`~.base.SparseMLAKernels` on CUDA GPUs.
 
-    Selection and split attention keep fixed scratch of their own, 82 MiB in all, which
+    Selection and split attention keep fixed scratch of their own, 74 MiB in all, which
     :meth:`warm_up` allocates and nothing enlarges. Calls on one instance must be ordered by one
     stream.
     """
@@ -1698,17 +1676,17 @@ class TritonKernels:
         slots = triton.next_power_of_2(topk)
         block = _TOPK_BLOCKS[0] if max(limit, slots) <= _TOPK_BLOCKS[0] else _TOPK_BLOCKS[-1]
         blocks = triton.cdiv(limit, block)
-        candidates = [
-            self._reserve(name, CANDIDATE_BYTES, device).view(torch.float32)
-            for name in ("candidates", "more candidates")
-        ]
-        half = candidates[0].numel() // 2
+        # Scores and ids of one pass, and of the next.
+        candidates = self._reserve("candidates", CANDIDATE_BYTES, device).view(2, 2, -1)
         # With about one row a request there is nothing to share between neighbouring rows.
         decoding = rows <= 2 * page_table.shape[0]
         # vLLM's selection gives a row one program, which suits many rows.
         compiled_topk = _vllm_topk() if topk == _VLLM_TOPK and not decoding else None
-        chunk = candidates[0].numel() // slots if compiled_topk else half // (blocks * slots)
-        chunk = min(rows, chunk)
+        chunk = rows
+        if compiled_topk:
+            chunk = min(rows, CANDIDATE_BYTES // (4 * topk))
+        elif blocks > 1:
+            chunk = min(rows, CANDIDATE_BYTES // (16 * blocks * slots))
         bounds = torch.empty((4, rows), dtype=torch.int32, device=device)
         _key_bounds_kernel[(triton.cdiv(rows, 256),)](
             req_id, pool_counts, *bounds, rows, limit, BLOCK=256, num_warps=4
@@ -1730,7 +1708,7 @@ class TritonKernels:
             count = min(chunk, rows - row0)
             logits = score(row0, count)
             if compiled_topk:
-                chosen = candidates[0].view(torch.int32)[: count * topk].view(count, topk)
+                chosen = candidates.view(torch.int32).view(-1)[: count * topk].view(count, topk)
                 compiled_topk(
                     logits,
                     bounds[2, row0 : row0 + count],
@@ -1745,7 +1723,6 @@ class TritonKernels:
                     logits,
                     logits.stride(0),
                     chosen,
-                    candidates[1].view(torch.int32),
                     req_id,
                     pool_counts,
                     limit,
@@ -1755,14 +1732,17 @@ class TritonKernels:
                     TOPK=topk,
                     SLOTS=slots,
                     BLOCK=_SETTLE_BLOCK,
-                    num_warps=4,
+                    num_warps=_SETTLE_WARPS,
                 )
                 continue
             level, width, step, parts = 1, logits.stride(0), block, blocks
             source_scores, source_ids, turn = logits, None, 0
             while True:
-                best_scores = candidates[turn]
-                best_ids = best_scores[half:].view(torch.int32)
+                best_scores, best_ids, stride, first = scores, pool_ids, topk, row0
+                if parts > 1:
+                    best_scores = candidates[turn, 0].view(torch.float32)
+                    best_ids = candidates[turn, 1].view(torch.int32)
+                    stride, first = parts * slots, 0
                 _topk_kernel[(count, parts)](
                     source_scores,
                     best_ids if source_ids is None else source_ids,
@@ -1773,7 +1753,8 @@ class TritonKernels:
                     level,
                     best_scores,
                     best_ids,
-                    parts * slots,
+                    stride,
+                    first,
                     row0,
                     TOPK=topk,
                     SLOTS=slots,
@@ -1785,21 +1766,8 @@ class TritonKernels:
                     break
                 source_scores, source_ids, turn = best_scores, best_ids, 1 - turn
                 level = step if level == 1 else level * (step // slots)
-                width, step = parts * slots, _TOPK_BLOCKS[-1]
+                width, step = stride, _TOPK_BLOCKS[-1]
                 parts = triton.cdiv(width, step)
-            _order_kernel[(count,)](
-                best_scores,
-                best_ids,
-                slots,
-                pool_counts,
-                row0,
-                scores,
-                pool_ids,
-                TOPK=topk,
-                SLOTS=slots,
-                MERGED=False,
-                num_warps=_ORDER_WARPS,
-            )
         return pool_ids, scores
 
     def _triton_scorer(
@@ -1898,11 +1866,8 @@ class TritonKernels:
         device = scores.device
         out = torch.empty((rows, topk), dtype=torch.int32, device=device)
         out_scores = torch.empty((rows, topk), dtype=torch.float32, device=device)
-        slots = triton.next_power_of_2(topk)
-        best_scores = torch.empty((rows, slots), dtype=torch.float32, device=device)
-        best_ids = torch.empty((rows, slots), dtype=torch.int32, device=device)
-        counts = torch.empty(rows, dtype=torch.int32, device=device)
         if rows:
+            slots = triton.next_power_of_2(topk)
             block = max(triton.next_power_of_2(columns), slots)
             _merge_kernel[(rows,)](
                 scores,
@@ -1910,27 +1875,12 @@ class TritonKernels:
                 global_ids,
                 global_ids.stride(0),
                 columns,
-                best_scores,
-                best_ids,
-                counts,
-                slots,
-                TOPK=topk,
-                SLOTS=slots,
-                BLOCK=block,
-                num_warps=4 if block <= _TOPK_BLOCKS[0] else 8,
-            )
-            _order_kernel[(rows,)](
-                best_scores,
-                best_ids,
-                slots,
-                counts,
-                0,
                 out_scores,
                 out,
                 TOPK=topk,
                 SLOTS=slots,
-                MERGED=True,
-                num_warps=_ORDER_WARPS,
+                BLOCK=block,
+                num_warps=4 if block <= _TOPK_BLOCKS[0] else 8,
             )
         return out, out_scores
 
