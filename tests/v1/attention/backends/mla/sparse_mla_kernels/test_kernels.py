@@ -875,7 +875,10 @@ def test_the_way_to_compiled_selection_and_back(kernels, monkeypatch, topk):
 
 
 def settle(kernels, scores, chosen):
-    """The second of three rows through the kernel behind vLLM's top-k: 20 ids and scores."""
+    """The second of three rows through the kernel behind vLLM's top-k: 20 ids and scores.
+
+    chosen: 21 ids.
+    """
     topk, count = 20, len(scores)
     # Behind the last visible pool lies no score of this row.
     logits = torch.full((3, 256), math.inf)
@@ -883,8 +886,8 @@ def settle(kernels, scores, chosen):
     ids = torch.full((3, topk), POISON, dtype=torch.int32)
     out = torch.full((3, topk), 77.0)
     sys.modules[type(kernels).__module__]._settle_kernel[(1,)](
-        logits[1:], 256, int32([*chosen]), int32([0, 0, 0]), int32([9, count, 9]), 256, 1, out, ids,
-        TOPK=topk, SLOTS=32, BLOCK=64,
+        logits[1:], 256, int32([*chosen]), int32([0, 0, 0]), int32([9, count, 9]), 256, 1, 1, out,
+        ids, TOPK=topk, SLOTS=32, BLOCK=64,
     )  # fmt: skip
     assert bool((ids[::2] == POISON).all()) and bool((out[::2] == 77).all())
     return ids[1], out[1]
@@ -897,22 +900,38 @@ def test_the_lowest_of_equal_scores_are_taken_in_every_block(kernels, least, end
     zeros = scores == 0
     scores[zeros] *= (-1.0) ** torch.arange(int(zeros.sum()))
     best = scores.sort(stable=True, descending=True).indices[:20].sort().values
-    chosen = 198 - scores.flip(0).sort(stable=True, descending=True).indices[:20]
+    chosen = 198 - scores.flip(0).sort(stable=True, descending=True).indices[:21]
     ids, out = settle(kernels, scores, chosen.tolist())
     assert torch.equal(ids.long(), best) and torch.equal(out, scores[best])
+
+
+@pytest.mark.skipif(not providers.INTERPRETED, reason="of the Triton kernels, on CPU tensors")
+@pytest.mark.parametrize("spare", [20, 7, 0])
+def test_the_least_of_one_more_than_asked_for_is_left_out(kernels, spare):
+    """Wherever it lies."""
+    scores = torch.randperm(199).float()
+    best = scores.sort(descending=True).indices[:21]
+    chosen = torch.cat((best[:spare], best[spare + 1 :], best[spare : spare + 1]))
+    ids, out = settle(kernels, scores, chosen.tolist())
+    want = best[:20].sort().values
+    assert torch.equal(ids.long(), want) and torch.equal(out, scores[want])
+    # Others are not looked at, though they are better.
+    worse = scores.sort().indices[:21]
+    ids, _ = settle(kernels, scores, worse.tolist())
+    assert torch.equal(ids.long(), worse[1:].sort().values)
 
 
 @pytest.mark.skipif(not providers.INTERPRETED, reason="of the Triton kernels, on CPU tensors")
 @pytest.mark.parametrize(
     "chosen",
     [
-        range(100, 120),  # all numbers, none of the NaN
-        range(179, 199),  # NaN alone
-        [160, *range(19)],
-        [7] * 20,
-        [3] * 19 + [4],  # the best one, and one of eight behind it
-        [-1] * 20,
-        [5, -1, 199, 2**31 - 1] * 5,
+        range(100, 121),  # all numbers, none of the NaN
+        range(178, 199),  # NaN alone
+        [160, *range(20)],
+        [7] * 21,
+        [3] * 20 + [4],  # the best one, and one of eight behind it
+        [-1] * 21,
+        [5, -1, 199, 2**31 - 1, 9, -1, 199] * 3,
     ],
 )
 @pytest.mark.parametrize("nan", [math.nan, -math.nan])
@@ -922,7 +941,7 @@ def test_scores_that_are_no_numbers_leave_other_rows_alone(kernels, chosen, nan)
     scores[150:], scores[3], scores[4:12] = nan, 1000, 999
     ids, out = settle(kernels, scores, chosen)
     kept = ids[ids >= 0].long()
-    assert bool((kept[1:] > kept[:-1]).all()) and bool((kept < 150).all())
+    assert bool((kept[1:] >= kept[:-1]).all()) and bool((kept < 150).all())
     assert torch.equal(out[: len(kept)], scores[kept])
     assert ids[len(kept) :].tolist() == [-1] * (20 - len(kept))
     assert bool((out[len(kept) :] == -math.inf).all())

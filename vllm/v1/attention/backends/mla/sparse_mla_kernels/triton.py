@@ -174,6 +174,20 @@ def sort_by_id(index, score):
 
 
 @triton.jit
+def _sort_ids(index):
+    """Ids (int32) in ascending order, -1 at the end."""
+    # As an unsigned number -1 is the largest.
+    return tl.sort(index.to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _look_up(source, index, count):
+    """Scores (fp32) of a row's first ``count`` pools; NaN for any other id."""
+    known = (index >= 0) & (index < count)
+    return tl.load(source + index, mask=known, other=float("nan"))
+
+
+@triton.jit
 def _take(above, equal, room):
     """All ``above`` and the first ``room`` of ``equal``, at most 32,767 of either in a block.
 
@@ -822,7 +836,7 @@ def _merge_kernel(
 # The stride of scores, unlike other numbers, is specialised: it is a multiple of 64, which lets a
 # thread read 16 bytes at once.
 @triton.jit(
-    do_not_specialize=["row0", "limit"],
+    do_not_specialize=["row0", "rows", "limit"],
     do_not_specialize_on_alignment=["req_id", "counts"],
 )
 def _settle_kernel(
@@ -833,54 +847,67 @@ def _settle_kernel(
     counts,
     limit,
     row0,
+    rows,
     out_scores,
     out_ids,
     TOPK: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A set of best pools in any order, with any of equal ones -> the contract's choice and order.
+    """TOPK + 1 best pools in any order, any of equal ones -> the contract's choice and order.
 
-    The least chosen score is right whichever of its pools was taken, and all pools above it were
-    chosen. What is left of TOPK is how many of the equal ones are wanted: those of the lowest ids.
+    If one of them alone has the least score, the others are the choice. If several have, all pools
+    above them are among the chosen, and what is left of TOPK is how many of the equal ones are
+    wanted: those of the lowest ids, for which all scores are looked at.
 
-    No NaN is taken. Beside some, less may have been chosen than TOPK, or more be above the least.
+    That pass takes no NaN. Beside some, less may have been chosen than asked for, or one twice.
     """
-    row = tl.program_id(0)
+    # The last rows first: their scores are those that the cache still holds.
+    row = rows - 1 - tl.program_id(0)
     count = tl.minimum(tl.load(counts + row0 + row), limit)
     count = tl.where(tl.load(req_id + row0 + row) >= 0, tl.maximum(count, 0), 0)
     slot = tl.arange(0, SLOTS)
     source = logits + row.to(tl.int64) * logits_stride
     target = (row0 + row).to(tl.int64) * TOPK
     if count <= TOPK:
-        taken = count
-        index = slot
-        tl.store(out_ids + target + slot, slot, mask=slot < taken)
+        index = tl.where(slot < count, slot, -1)
+        score = tl.load(source + slot, mask=slot < count, other=float("-inf"))
     else:
-        index = tl.load(chosen + row.to(tl.int64) * TOPK + slot, mask=slot < TOPK, other=-1)
-        known = (index >= 0) & (index < count)
-        best = tl.load(source + index, mask=known, other=float("nan"))
-        least = tl.min(tl.where(best == best, best, float("inf")), axis=0)
-        room = TOPK - tl.sum((best > least).to(tl.int32), axis=0)
-        taken = tl.zeros_like(count)
-        # Whole 16 bytes; there are scores, of no meaning, to the end of a page.
-        readable = (count + 3) // 4 * 4
-        for base in range(0, count, BLOCK):
-            column = base + tl.arange(0, BLOCK)
-            value = tl.load(source + column, mask=column < readable)
-            value = tl.where(column < count, value, float("nan"))
-            take, place, more, filled = _take(value > least, value == least, room)
-            place += taken
-            tl.store(out_ids + target + place, column, mask=take & (place < TOPK))
-            taken += more
-            room -= filled
-        taken = tl.minimum(taken, TOPK)
-        tl.debug_barrier()
-        index = tl.load(out_ids + target + slot, mask=slot < taken, other=0)
-    # Scores are looked up, which takes less than to move them with the ids.
-    score = tl.load(source + index, mask=slot < taken, other=float("-inf"))
+        begin = chosen + row.to(tl.int64) * (TOPK + 1)
+        # In the order of memory, in which looking scores up takes the least.
+        index = _sort_ids(tl.load(begin + slot, mask=slot < TOPK, other=-1))
+        score = _look_up(source, index, count)
+        spare = tl.load(begin + TOPK)
+        last = _look_up(source, spare, count)
+        least = tl.min(tl.where(score == score, score, float("inf")), axis=0)
+        least = tl.where(last < least, last, least)
+        numbers = tl.sum((score == score).to(tl.int32), axis=0) + (last == last).to(tl.int32)
+        equal = tl.sum((score == least).to(tl.int32), axis=0) + (last == least).to(tl.int32)
+        if (numbers == TOPK + 1) & (equal == 1):
+            if last > least:
+                index = _sort_ids(tl.where(score == least, spare, index))
+                score = _look_up(source, index, count)
+        else:
+            room = TOPK - tl.sum((score > least).to(tl.int32), axis=0) - (last > least).to(tl.int32)
+            taken = tl.zeros_like(count)
+            # Whole 16 bytes; there are scores, of no meaning, to the end of a page.
+            readable = (count + 3) // 4 * 4
+            for base in range(0, count, BLOCK):
+                column = base + tl.arange(0, BLOCK)
+                value = tl.load(source + column, mask=column < readable)
+                value = tl.where(column < count, value, float("nan"))
+                take, place, more, filled = _take(value > least, value == least, room)
+                place += taken
+                tl.store(out_ids + target + place, column, mask=take & (place < TOPK))
+                taken += more
+                room -= filled
+            tl.debug_barrier()
+            known = slot < tl.minimum(taken, TOPK)
+            index = tl.load(out_ids + target + slot, mask=known, other=-1)
+            score = _look_up(source, index, count)
+        score = tl.where(index >= 0, score, float("-inf"))
+    tl.store(out_ids + target + slot, index, mask=slot < TOPK)
     tl.store(out_scores + target + slot, score, mask=slot < TOPK)
-    tl.store(out_ids + target + slot, -1, mask=(slot >= taken) & (slot < TOPK))
 
 
 # Rows
@@ -1684,7 +1711,7 @@ class TritonKernels:
         compiled_topk = _vllm_topk() if topk == _VLLM_TOPK and not decoding else None
         chunk = rows
         if compiled_topk:
-            chunk = min(rows, CANDIDATE_BYTES // (4 * topk))
+            chunk = min(rows, CANDIDATE_BYTES // (4 * (topk + 1)))
         elif blocks > 1:
             chunk = min(rows, CANDIDATE_BYTES // (16 * blocks * slots))
         bounds = torch.empty((4, rows), dtype=torch.int32, device=device)
@@ -1708,16 +1735,17 @@ class TritonKernels:
             count = min(chunk, rows - row0)
             logits = score(row0, count)
             if compiled_topk:
-                chosen = candidates.view(torch.int32).view(-1)[: count * topk].view(count, topk)
+                # One more, which tells whether the last place is contested.
+                chosen = candidates.view(torch.int32).view(-1)[: count * (topk + 1)]
                 compiled_topk(
                     logits,
                     bounds[2, row0 : row0 + count],
                     bounds[3, row0 : row0 + count],
-                    chosen,
+                    chosen.view(count, topk + 1),
                     count,
                     logits.stride(0),
                     logits.stride(1),
-                    topk,
+                    topk + 1,
                 )
                 _settle_kernel[(count,)](
                     logits,
@@ -1727,6 +1755,7 @@ class TritonKernels:
                     pool_counts,
                     limit,
                     row0,
+                    count,
                     scores,
                     pool_ids,
                     TOPK=topk,
