@@ -18,6 +18,9 @@ times a fixed piece of Python after every step. Two engines whose ``yardstick_ms
 different machines in effect: compare them again, several times and in turn
 (``--modes stock_dcp ours_ckv stock_dcp ours_ckv``).
 
+``--device-steps`` then has PyTorch's profiler add up what the first rank's device does in further
+steps, kernel by kernel: the part of a step that no host can slow down.
+
 ``--beside TOKENS`` then adds prompts of that length, one after the other, while all others go on
 decoding, and times each until its first token. Their batches are mixed; ``ours_ckv`` gathers in
 them with ``--environment '{"VLLM_B12X_MLA_CKV_GATHER_MIXED":"1"}'``.
@@ -84,7 +87,27 @@ def time_steps(worker: Any) -> None:
 
 def step_seconds(worker: Any) -> list[float]:
     """What :func:`time_steps` noted on a rank."""
-    return worker.step_seconds
+    return list(worker.step_seconds)
+
+
+def record_device(worker: Any) -> None:
+    """Have a rank record what its device does from now on, for ``LLM.collective_rpc``."""
+    import torch
+
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    worker.device_record = torch.profiler.profile(activities=activities)
+    worker.device_record.start()
+
+
+def device_times(worker: Any) -> dict[str, float]:
+    """Microseconds of each kernel and copy since :func:`record_device`, by name."""
+    import torch
+
+    torch.cuda.synchronize()
+    worker.device_record.stop()
+    kernels = worker.device_record.key_averages()
+    return {kernel.key: kernel.self_device_time_total for kernel in kernels}
 
 
 def serve() -> None:
@@ -122,6 +145,13 @@ def serve() -> None:
         yardsticks.append(yardstick())
     # The engine waits for the first rank's tokens.
     workers = llm.collective_rpc(step_seconds)[0] if job["split"] else []
+    device: dict[str, float] = {}
+    if job["device_steps"]:
+        llm.collective_rpc(record_device)
+        for _ in range(job["device_steps"]):
+            engine.step()
+        total = llm.collective_rpc(device_times)[0]
+        device = {name: spent / job["device_steps"] for name, spent in total.items() if spent}
     beside = []
     for number in range(job["beside_samples"]):
         name = f"beside {number}"
@@ -138,6 +168,7 @@ def serve() -> None:
         worker_seconds=workers[WARM_UP_STEPS:],
         yardstick_seconds=yardsticks[WARM_UP_STEPS:],
         beside_seconds=beside[1:],
+        device_us=device,
         counters=counters_of(llm),
     )
 
@@ -178,6 +209,16 @@ def timings(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def device_summary(microseconds: dict[str, float]) -> dict[str, Any]:
+    """What the device did in a step: in all, and the kernels of 1 % of it and more, by length."""
+    total = sum(microseconds.values())
+    longest = sorted(microseconds.items(), key=lambda item: -item[1])
+    return {
+        "all": round(total, 1),
+        "kernels": {name[:120]: round(spent, 1) for name, spent in longest if spent >= total / 100},
+    }
+
+
 def main() -> int:
     """Run the benchmark; the exit status is 1 if an engine of ours failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -188,6 +229,7 @@ def main() -> int:
     parser.add_argument(
         "--split", action="store_true", help="no step is scheduled ahead; tell the workers' part"
     )
+    parser.add_argument("--device-steps", type=int, default=0, help="further steps, profiled")
     parser.add_argument("--beside", type=int, default=0, metavar="TOKENS", help="further prompts")
     parser.add_argument("--beside-samples", type=int, default=5, help="timed ones of them")
     arguments = parser.parse_args()
@@ -204,6 +246,7 @@ def main() -> int:
     # Early requests decode while the others' prompts are computed.
     chunks = -(-arguments.context * arguments.requests // arguments.chunk)
     answer = 2 * chunks + arguments.requests + WARM_UP_STEPS + arguments.samples + 2
+    answer += arguments.device_steps
     if arguments.beside:
         rows_left = arguments.chunk - arguments.requests
         answer += beside_samples * (-(-arguments.beside // rows_left) + 1)
@@ -222,6 +265,7 @@ def main() -> int:
                 "context": arguments.context,
                 "answer": answer,
                 "samples": arguments.samples,
+                "device_steps": arguments.device_steps,
                 "beside": arguments.beside,
                 "beside_samples": beside_samples,
                 "vocabulary": vocabulary,
@@ -256,6 +300,8 @@ def main() -> int:
                 | timings(result)
             )
             row = rows[-1]
+            if arguments.device_steps:
+                row["device_us"] = device_summary(result["device_us"])
             if arguments.beside:
                 beside = statistics.median(result["beside_seconds"])
                 row |= {
@@ -274,6 +320,11 @@ def main() -> int:
                     else ""
                 )
                 + f"; a yardstick of {describe(row['yardstick_ms'])}; {row['tok_s']:,.0f} tok/s"
+                + (
+                    f"; the device is at work for {row['device_us']['all'] / 1e3:.2f} ms"
+                    if arguments.device_steps
+                    else ""
+                )
                 + (f"; beside them {row['beside_tok_s']:,.0f} tok/s" if arguments.beside else ""),
                 flush=True,
             )

@@ -67,6 +67,7 @@ def test_every_timed_step_has_its_yardstick(decode, monkeypatch, split):
         "answer": 30,
         "samples": 3,
         "split": split,
+        "device_steps": 2,
         "beside": 0,
         "beside_samples": 0,
         "vocabulary": 16,
@@ -77,10 +78,18 @@ def test_every_timed_step_has_its_yardstick(decode, monkeypatch, split):
         time.sleep(YARDSTICK)
         return float(next(calls))
 
-    events = []
+    events, llm = [], Llm()
     monkeypatch.setattr(decode, "yardstick", yardstick)
     monkeypatch.setattr(
-        decode, "start_engine", lambda: (job, Llm(), lambda **event: events.append(event))
+        decode, "record_device", lambda worker: setattr(worker, "recorded", llm.llm_engine.steps)
+    )
+    monkeypatch.setattr(
+        decode,
+        "device_times",
+        lambda worker: {"kernel": 8.0 * (llm.llm_engine.steps - worker.recorded), "none": 0.0},
+    )
+    monkeypatch.setattr(
+        decode, "start_engine", lambda: (job, llm, lambda **event: events.append(event))
     )
     decode.serve()
     (event,) = events
@@ -91,6 +100,14 @@ def test_every_timed_step_has_its_yardstick(decode, monkeypatch, split):
     assert len(event["worker_seconds"]) == (3 if split else 0)
     assert min(steps) >= (STEP if split else STEP + YARDSTICK)
     assert (min(steps) < YARDSTICK) == split
+    # Of a step, out of two further ones.
+    assert event["device_us"] == {"kernel": 8.0}
+
+
+def test_the_device_is_summed_up_by_its_longest_kernels(decode):
+    found = decode.device_summary({"short": 0.9, "long": 60.0, "longer": 139.1})
+    assert found == {"all": 200.0, "kernels": {"longer": 139.1, "long": 60.0}}
+    assert list(found["kernels"]) == ["longer", "long"]
 
 
 def test_what_is_beside_the_workers_is_told_step_by_step(decode):
