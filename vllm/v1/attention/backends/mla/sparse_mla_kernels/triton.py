@@ -50,10 +50,7 @@ _DEEPGEMM_BYTES = 128 << 20
 _DEEPGEMM_ROWS = 512
 _VLLM_TOPK = 512
 """The number of pools vLLM calls its top-k with."""
-_SETTLE_BLOCK = 1024
-_SETTLE_SHORT = 16_384
-"""Pools of a row up to which one warp settles it sooner than four; on an H200, for 8,192 pools one
-is better, for 32,768 four are."""
+_SETTLE_BLOCK, _SETTLE_WARPS = 1024, 4
 _PACK_ROWS = 8
 _ROW_BLOCK, _ROW_WARPS = 512, 4
 _TOPK_BLOCKS = (2048, 8192)
@@ -1764,7 +1761,7 @@ class TritonKernels:
                     TOPK=topk,
                     SLOTS=slots,
                     BLOCK=_SETTLE_BLOCK,
-                    num_warps=1 if limit <= _SETTLE_SHORT else 4,
+                    num_warps=_SETTLE_WARPS,
                 )
                 continue
             level, width, step, parts = 1, logits.stride(0), block, blocks
@@ -2283,15 +2280,14 @@ class TritonKernels:
                 scratch=scratch,
             )
 
-        # Of the selection: both tile heights, every block size, one and several passes, short and
-        # long rows.
+        # Of the selection: both tile heights, every block size, one and several passes.
         tail = halves(1, 2, pool_size, INDEX_DIM)
         tasks: list[Callable[[], None]] = [records_and_pools, token_rows]
         tasks += [partial(new_pools, None), partial(new_pools, tail)]
         tasks += [
             partial(selection, rows, pools)
             for rows in ((1, 8) if index_heads else ())
-            for pools in (1, *(most + 1 for most in (*_TOPK_BLOCKS, _SETTLE_SHORT)))
+            for pools in (1, _TOPK_BLOCKS[0] + 1, _TOPK_BLOCKS[1] + 1)
         ]
         if index_heads and _deepgemm() is not None:
             # A peak that the memory profiler has to know of.
