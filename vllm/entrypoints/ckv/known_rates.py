@@ -29,19 +29,19 @@ LAUNCHES = 80 * US
 ROWS, WIDTH = 4096, 2051
 """Of the measurements."""
 
-PAIR = (1788.6 - 478.9) * US / (ROWS * (32_768 - 8_192))
+PAIR = (1584.6 - 427.7) * US / (ROWS * (32_768 - 8_192))
 """select_pools, 32 heads, over 32,768 and 8,192 pools."""
 
-CHOICE = 478.9 * US / ROWS - 8_192 * PAIR
+CHOICE = 427.7 * US / ROWS - 8_192 * PAIR
 """What select_pools takes for a row beside its pairs."""
 
-FLASHMLA_US, FLASHMLA_HEADS = (2153.6 + 2142.0 + 2208.8) / 3, 64
+FLASHMLA_US, FLASHMLA_HEADS = (2297.8 + 2135.4 + 2166.6) / 3, 64
 """Attention with scratch, on Hopper: 16, 32 and 64 heads take alike, 128 twice as long."""
 
-TRITON_LEAST_US, TRITON_US, TRITON_HEAD_US = 3352, 180, 128.7
+TRITON_LEAST_US, TRITON_US, TRITON_HEAD_US = 3360, 235, 127.1
 """Attention without scratch: up to 16 heads, and a line through 32, 64 and 128, within 1 %."""
 
-ROW_US = {"merge_pool_candidates": 101.9, "expand_pools": 15.8, "filter_local": 44.4, "remap": 27.1}
+ROW_US = {"merge_pool_candidates": 94.1, "expand_pools": 14.3, "filter_local": 43.5, "remap": 25.2}
 
 MERGED_RANKS = 2
 """Ranks whose candidates were merged there, 512 of each."""
@@ -49,10 +49,10 @@ MERGED_RANKS = 2
 FLASHMLA_COPIES_US = 80
 """Copying the queries and the results of FlashMLA's padding heads."""
 
-PACKED = (43.1 - 15.2) * US / (131_072 - 32_768)
+PACKED = (41.6 - 13.7) * US / (131_072 - 32_768)
 """A record packed: pack_records of 131,072 and 32,768."""
 
-UNPACKED = (5.4 - 3.5) * US / (32_768 - 8_192)
+UNPACKED = (5.2 - 3.6) * US / (32_768 - 8_192)
 """A pool unpacked; packing one takes half as long."""
 
 CONVERTED = 14 * US / 32_768
