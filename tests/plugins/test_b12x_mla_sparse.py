@@ -234,8 +234,8 @@ def test_bad_flag_stops_general_plugins_but_not_the_platform():
 
 @pytest.fixture
 def fake_model(tmp_path, monkeypatch):
-    """A package with a user of indexers and an indexer module that counts its registrations."""
-    for name in ("user", "ours", "broken"):
+    """A package with a user of indexers, and modules of ours that count their registrations."""
+    for name in ("user", "ours", "layer", "broken"):
         sys.modules.pop(f"fake_model.{name}", None)
     sys.modules.pop("fake_model", None)
     package = tmp_path / "fake_model"
@@ -246,7 +246,9 @@ def fake_model(tmp_path, monkeypatch):
         "from fake_model.user import DONE\nassert DONE\nCALLS = []\n"
         "def register():\n    CALLS.append(1)\n"
     )
+    (package / "layer.py").write_text("CALLS = []\ndef register():\n    CALLS.append(1)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(plugin, "MLA_MODULE", "fake_model.layer")
     monkeypatch.setattr(plugin, "INDEXER_USER", "fake_model.user")
     monkeypatch.setattr(plugin, "INDEXER_MODULE", "fake_model.ours")
     monkeypatch.setattr(
@@ -268,15 +270,12 @@ def test_indexer_is_registered_at_once_when_its_user_is_there_already(fake_model
     assert sys.modules["fake_model.ours"].CALLS == [1]
 
 
-@pytest.mark.parametrize("early", ["0", "1"])
-def test_the_layer_is_replaced_only_where_exchanges_begin_with_it(fake_model, monkeypatch, early):
-    (fake_model / "layer.py").write_text("CALLS = []\ndef register():\n    CALLS.append(1)\n")
-    monkeypatch.setattr(plugin, "MLA_MODULE", "fake_model.layer")
-    monkeypatch.setenv("VLLM_B12X_MLA_CKV_EARLY_EXCHANGE", early)
+def test_the_layer_is_replaced_for_later_engines_as_well(fake_model, monkeypatch):
+    """The model's module is imported once a process, with the flags of the first engine."""
+    monkeypatch.setenv(EARLY, "0")
     plugin._arrange_hooks()
     importlib.import_module("fake_model.user")
-    layer = sys.modules.get("fake_model.layer")
-    assert (layer.CALLS == [1]) if early == "1" else layer is None
+    assert sys.modules["fake_model.layer"].CALLS == [1]
 
 
 def test_missing_indexer_module_is_no_error(fake_model):

@@ -249,9 +249,9 @@ def _register_indexer() -> None:
     # Only now: find_spec imports parent packages, and vllm.models.glm5next imports the model.
     package = INDEXER_MODULE.rpartition(".")[0]
     if find_spec(package) is not None and find_spec(INDEXER_MODULE) is not None:
-        importlib.import_module(INDEXER_MODULE).register()
-        if envs.VLLM_B12X_MLA_CKV_EARLY_EXCHANGE:
-            importlib.import_module(MLA_MODULE).register()
+        # Whatever the flags say: a later engine of the process may have others.
+        for module in (INDEXER_MODULE, MLA_MODULE):
+            importlib.import_module(module).register()
 
 
 def _lock_after_warm_up() -> None:

@@ -15,6 +15,7 @@ from vllm.model_executor import custom_op  # noqa: E402
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper  # noqa: E402
 
 from vllm.models.glm5next.b12x import mla  # noqa: E402
+from vllm.plugins import b12x_mla_sparse as plugin  # noqa: E402
 
 
 @pytest.fixture
@@ -74,8 +75,12 @@ def test_stock_builds_our_layer(monkeypatch):
     assert type(built) is mla.B12xMLAWrapper
 
 
-def test_a_layer_that_somebody_else_replaced_is_an_error(monkeypatch):
+def test_a_layer_that_somebody_else_replaced_is_an_error_where_it_is_needed(monkeypatch):
     name = MultiHeadLatentAttentionWrapper.__name__
     monkeypatch.setattr(mla, "op_registry_oot", {name: SimpleNamespace})
+    plugin.register()
+    monkeypatch.setenv("VLLM_B12X_MLA_CKV_EARLY_EXCHANGE", "0")
+    mla.register()
+    monkeypatch.setenv("VLLM_B12X_MLA_CKV_EARLY_EXCHANGE", "1")
     with pytest.raises(RuntimeError, match=r"plugin has replaced by types\.SimpleNamespace; set"):
         mla.register()
