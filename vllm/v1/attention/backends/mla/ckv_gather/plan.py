@@ -1039,6 +1039,9 @@ class CkvGather:
                 POOLS_PER_INDEX_PAGE,
                 index_cache.shape[0],
             )
+        if not layout.pools.padded:
+            # Nothing to send; a time of nothing would count as a fast exchange.
+            return
         with self.timer.exchange("index_keys"):
             exchange.gather_pools(
                 kernels,
@@ -1077,6 +1080,8 @@ class CkvGather:
                 cache.shape[1],
                 cache.shape[0],
             )
+        if not layout.tokens.padded:
+            return
         with self.timer.exchange("records"):
             exchange.gather_latents(
                 kernels,
