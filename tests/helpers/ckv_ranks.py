@@ -60,9 +60,9 @@ class Sizes:
     capacity: visible tokens the gather reserves for. max_model_len: 0: the capacity.
     max_rows: rows of a step.
     record: ``--kv-cache-dtype``. shard_selection: gathered batches share their selection out,
-    however small they are. mixed: prompts gather beside decodes. early_exchange: records are
-    exchanged while pools are selected, where they may be. auto: prompts gather only where that
-    gains.
+    however small they are. mixed: prompts gather beside decodes. early_exchange: contexts are
+    exchanged from the beginning of a layer on, where they may be. auto: prompts gather only where
+    that gains.
     """
 
     world: int

@@ -333,7 +333,7 @@ class SparseMLAKernels(Protocol):
             width: columns of the result, at least ``topk * pool_size + pool_size - 1``.
 
         Returns:
-            [T, width], int32: history tokens in selection order, then the tokens from
+            [T, width], int32: history tokens in the order of ``pool_ids``, then those from
             ``(position + 1) // pool_size * pool_size`` to ``position``, then -1.
         """
         ...
