@@ -28,6 +28,7 @@ class Layer:
     def __init__(self, impl=None) -> None:
         self.impl = impl
         self.kv_cache = torch.tensor([])
+        self.forward_impl = lambda q, latents: None
         self.dcp_manager = SimpleNamespace(
             query_gather=lambda q: q, combine=lambda out, lse, **kwargs: out, use_a2a=True
         )
@@ -110,6 +111,15 @@ def step(query_lens, seq_lens, *, decodes: int = 0, pad_rows: int = 0, pad_token
         num_actual_tokens=sum(query_lens) + pad_tokens,
         num_decode_tokens=decodes,
     )
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_layers_of_the_model_alone_begin_early(monkeypatch, gather, early):
+    gather.early_exchange = early
+    names = ["model.layers.1.self_attn.attn", "model.layers.5.self_attn.attn"]
+    builder(monkeypatch, gather, *names)
+    layers = gather.vllm_config.compilation_config.static_forward_context
+    assert [layers[name].impl.begins_early for name in names] == [early, False]
 
 
 def test_case_8_padding_rows_belong_to_no_request(monkeypatch, gather):

@@ -88,7 +88,7 @@ def test_what_every_rank_writes_is_not_received():
     # A token has 33 bytes of keys beside its 528 of records.
     assert model().gathered([65_536], own=[4096]) == 3 * (65_536 - 4096) // 4 * 561
     # What is left of each request is padded on its own, and a pool that ends in the batch is its.
-    assert model().gathered([3, 9, 7], own=[1, 8, 2]) == 3 * ((2 + 1 + 4) * 528 + 1 * 132)
+    assert model().gathered([3, 12, 7], own=[1, 9, 2]) == 3 * ((2 + 3 + 4) * 528 + 1 * 132)
 
 
 @pytest.mark.parametrize("world", [2, 3, 8])

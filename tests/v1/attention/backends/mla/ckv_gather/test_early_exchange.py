@@ -11,6 +11,7 @@ import pytest
 import torch
 from ckv_ranks import EARLY, Sizes, Step, run_step, simulated_ranks
 
+from vllm.models.glm5next.b12x import mla
 from vllm.v1.attention.backends.mla import b12x_mla_sparse as backend
 from vllm.v1.attention.backends.mla.ckv_gather import debug, exchange, rehearsal, startup
 from vllm.v1.attention.backends.mla.ckv_gather import plan as plan_module
@@ -94,9 +95,10 @@ def play(
     inspect=lambda ranks: None,
     *,
     poisoned=False,
+    decodes=0,
     **flags,
 ):
-    """One step of prompts of ``rows`` tokens behind ``cached`` ones.
+    """One step of prompts of ``rows`` tokens behind ``cached`` ones; the first ``decodes`` decode.
 
     Returns the results of both layers, rank after rank, and what happened on them in this order.
     """
@@ -124,7 +126,8 @@ def play(
         prefilling = [True] * len(rows)
         written = Step(requests, list(cached), list(cached), prefilling)
         run_step(lockstep, ranks, written, inputs(none, cached, 1), write_only=True)
-        step = Step(requests, list(rows), ends, prefilling)
+        prefilling = [r >= decodes for r in requests]
+        step = Step(requests, list(rows), ends, prefilling, sum(rows[:decodes]))
         results = run_step(lockstep, ranks, step, inputs(cached, ends, WORLD * 2))
         inspect(ranks)
         return [result for layers in results for result in layers], happened
@@ -218,17 +221,61 @@ def test_what_a_first_chunk_sees_is_not_sent(monkeypatch, rows):
     assert equal(results, plain)
     assert not calls and received[0].ckv_bytes == 0 and received[0].gathered_batches == 1
     assert happened.count("start records") == 2 * WORLD
-
-
-def test_pools_across_the_boundary_are_completed_from_the_tail():
     # Nothing was exchanged, so nothing is timed.
     for durations in received[0].exchange_seconds.values():
         assert sum(durations.counts) == 0
+
+
+def test_pools_across_the_boundary_are_completed_from_the_tail():
     """Chunks cut anywhere: the pool that the context began is among the batch's own."""
     for cached in range(88, 92):
         plain, _ = play([cached], [37], early_exchange=False)
         late, _ = play([cached], [37], side=Late, poisoned=True)
         assert equal(late, plain)
+
+
+@pytest.mark.parametrize("decodes", [1, 2])
+def test_pools_of_prompts_behind_decodes(decodes):
+    """Requests in front have no place in the gathered pages, though pools end in them."""
+    cached, rows = [*[87, 130][:decodes], 0, 0], [*[1] * decodes, 61, 20]
+    plain, _ = play(cached, rows, early_exchange=False, mixed=True, decodes=decodes)
+    late, _ = play(cached, rows, side=Late, poisoned=True, mixed=True, decodes=decodes)
+    assert {(r.first_row, r.own_rows) for r in late} == {(decodes, 81)}
+    for mine, other in zip(late, plain, strict=True):
+        assert torch.equal(mine.token_ids, other.token_ids) and torch.equal(mine.out, other.out)
+
+
+@pytest.mark.parametrize("name", ["write_pools", "unpack_pools"])
+def test_pools_that_nobody_writes_are_no_numbers_with_debug(monkeypatch, name):
+    """Not those of another batch, which would look right."""
+
+    def pages(ranks):
+        kept_pages.append([index_planes(kept(rank, KEPT_PAGES))[0][:3] for rank in ranks])
+
+    kept_pages = []
+    play([530], [37], poisoned=True, inspect=pages)
+    write = TorchReferenceKernels.write_pools
+    without = {
+        "write_pools": lambda self, *args: write(self, *args[:9]),
+        "unpack_pools": lambda self, *args: None,
+    }
+    monkeypatch.setattr(Selecting, name, without[name])
+    play([530], [37], poisoned=True, inspect=pages)
+    for have, lost in zip(*kept_pages, strict=True):
+        context, own = slice(0, 530 // 4), slice(530 // 4, 567 // 4)
+        gone, there = (own, context) if name == "write_pools" else (context, own)
+        have, lost = have.flatten(0, 1), lost.flatten(0, 1)
+        assert bool((lost[gone] == debug.POISON).all()) and torch.equal(lost[there], have[there])
+
+
+def test_records_that_nobody_sends_are_no_numbers_with_debug(monkeypatch):
+    def context(ranks):
+        padded = plan_layout(torch.tensor([530]), dcp_world_size=WORLD, interleave=4).padded
+        for rank in ranks:
+            assert bool((kept(rank, KEPT_RECORDS)[: WORLD * padded] == debug.POISON).all())
+
+    monkeypatch.setattr(Selecting, "pack_records", lambda self, *args: None)
+    play([530], [37], poisoned=True, inspect=context)
 
 
 def test_own_pools_are_those_of_their_owners():
@@ -248,8 +295,17 @@ def test_own_pools_are_those_of_their_owners():
     play([89], [37], inspect=inspect)
 
 
-def test_a_layer_that_did_not_begin_is_an_error(monkeypatch):
-    monkeypatch.setattr("vllm.models.glm5next.b12x.mla.begin_layer", lambda layer: None)
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_layer_that_did_not_begin_is_an_error(monkeypatch, first):
+    """Also behind one that did."""
+    begun, begin_layer = [], mla.begin_layer
+
+    def begin(layer):
+        begun.append(layer.impl)
+        if begun.count(layer.impl) <= first:
+            begin_layer(layer)
+
+    monkeypatch.setattr(mla, "begin_layer", begin)
     with pytest.raises(AssertionError, match="exchange was not begun"):
         play([530], [37], side=Late)
 

@@ -238,6 +238,7 @@ class Recording(TorchReferenceKernels):
         self.calls: list[tuple[str, int]] = []
         self.scratch: list[tuple[str, list]] = []
         self.sizes: list[dict] = []
+        self.own_pools: list[list[int]] = []
 
     def __getattribute__(self, name: str):
         value = super().__getattribute__(name)
@@ -247,6 +248,8 @@ class Recording(TorchReferenceKernels):
         def call(*args, **kwargs):
             if name == "warm_up":
                 assert kwargs["head_counts"] == [2, 4] and kwargs["topk"] == SHAPES.pool_topk
+            if name == "write_pools" and any(places is not None for places in args[9:]):
+                self.own_pools.append(args[7][[0, -1]].tolist())
             # Compiled before the first use.
             self.calls.append((name, 0 if name in SETUP else args[0].shape[0]))
             if name in ("attend", "select_pools"):
@@ -349,6 +352,7 @@ def start(rank: int, world: int, changes: dict | None = None, *, clock: bool = F
         "setup": [name for name, _ in kernels.calls][:6],
         "scratch": kernels.scratch,
         "sizes": kernels.sizes,
+        "own_pools": kernels.own_pools,
         "operations": {name for name, _ in kernels.calls},
         "attended": [rows for name, rows in kernels.calls if name == "attend"],
         "entered": entered,
@@ -491,6 +495,24 @@ def test_the_first_run_shares_selections_out_as_well():
     # After everything else: one row, of which rank 1 has none; then six.
     keys, records = (250, 132), (1000, 528)
     assert shapes[11:] == [keys, (2, 8), records, keys, (6, 8), records]
+
+
+def start_early(rank: int, world: int) -> dict:
+    os.environ["VLLM_B12X_MLA_CKV_EARLY_EXCHANGE"] = "1"
+    return start(rank, world)
+
+
+def test_the_first_run_begins_layers_as_well():
+    ranks = run_ranks(2, "start_early")
+    for result in ranks:
+        assert result["same_bytes"] and result["counters"]["ckv_bytes"] == 0
+        assert result["attended"] == [1, 6, 6, 6, 6, 6, 6, 6, 6]
+        # First and last position of six own tokens: without a context, and behind 994.
+        assert result["own_pools"] == [[0, 5], [992, 997]]
+    assert ranks[0]["entered"] == ranks[1]["entered"]
+    shapes = [tuple(shape) for _, shape in ranks[0]["entered"][2:]]
+    # After everything else: nothing, then the keys and records of the context.
+    assert shapes[11:] == [(248, 132), (996, 528)]
 
 
 def test_a_new_page_size_after_the_first_call_names_both(make_gather, monkeypatch):
