@@ -1467,7 +1467,7 @@ _FLASHMLA_MIN_TOKENS = 256
 class TritonKernels:
     """:class:`~.base.SparseMLAKernels` on CUDA GPUs.
 
-    Selection and split attention keep fixed scratch of their own, 74 MiB in all, which
+    Selection and split attention keep fixed scratch of their own, 75 MiB at most, which
     :meth:`warm_up` allocates and nothing enlarges. Calls on one instance must be ordered by one
     stream.
     """
