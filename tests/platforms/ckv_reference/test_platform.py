@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backend selection of the reference platform."""
+"""Backend selection of the reference platform, and what it hides of the processor."""
 
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from vllm.platforms.ckv_reference.platform import CkvReferencePlatform
+from vllm.platforms.ckv_reference import declare_torchvision_ops
+
+declare_torchvision_ops()
+
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm  # noqa: E402
+
+from vllm.platforms.ckv_reference.platform import CkvReferencePlatform  # noqa: E402
 
 PATH = __name__ + ".Backend"
 
@@ -52,3 +59,27 @@ def test_other_backends_without_sparse_attention_are_left_to_the_cpu_platform(mo
     assert select(monkeypatch, ["unread"], sparse=False) == "the base class's choice"
     chosen = select(monkeypatch, ["unread"], selected=False, sparse=False)
     assert chosen == "the base class's choice"
+
+
+@pytest.fixture
+def newest_processor(monkeypatch):
+    for feature in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
+        monkeypatch.setattr(torch.cpu, feature, lambda: True)
+
+
+def test_a_processor_with_amx_asks_for_no_kernel_of_the_extension(newest_processor):
+    linear = torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)
+    conv = torch.nn.Conv1d(32, 32, 4, groups=32, bias=False, dtype=torch.bfloat16)
+    weight = conv.weight.clone()
+    CkvReferencePlatform.import_kernels()
+    for layer in (linear, conv):
+        dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    x = torch.randn(5, 64, dtype=torch.bfloat16)
+    torch.testing.assert_close(linear.cpu_linear(x, linear.weight, None), linear(x))
+    assert torch.equal(conv.weight, weight)
+
+
+def test_with_the_extension_the_processor_is_what_it_is(newest_processor, monkeypatch):
+    monkeypatch.setattr(torch.ops._C, "convert_weight_packed", object(), raising=False)
+    CkvReferencePlatform.import_kernels()
+    assert torch.cpu._is_amx_tile_supported() and torch.cpu._is_avx512_bf16_supported()

@@ -4,6 +4,7 @@
 import os
 from typing import TYPE_CHECKING
 
+import torch
 from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
@@ -19,6 +20,17 @@ WORKER_PATH = "vllm.platforms.ckv_reference.worker.CkvReferenceWorker"
 
 class CkvReferencePlatform(CpuPlatform):
     """CPU platform that runs sparse MLA backends through their torch or interpreted kernels."""
+
+    @classmethod
+    def import_kernels(cls) -> None:
+        """Import the CPU extension; where there is none, hide what vLLM has kernels for in it only.
+
+        vLLM asks torch whether the processor has AMX or AVX512-BF16, and calls the extension if so.
+        """
+        super().import_kernels()
+        if not hasattr(torch.ops._C, "convert_weight_packed"):
+            torch.cpu._is_amx_tile_supported = lambda: False
+            torch.cpu._is_avx512_bf16_supported = lambda: False
 
     @classmethod
     def get_attn_backend_cls(
