@@ -20,10 +20,11 @@ install: $(OVERLAY)
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed"; exit 1; }
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 # The small environment violates vLLM's own torch pin on purpose: hence --no-deps, and hence the
 # constraint file, without which a later call would replace the CPU build of torch by a CUDA one.
+# triton likewise: the CUDA build of torch, all that some package indexes have, asks for an older one.
 $(ENGINE): requirements/cpu.txt requirements/b12x.txt requirements/dev.txt | $(VENV)/bin/python
 	$(PIP) install -r requirements/dev.txt
 ifeq ($(HAS_GPU),1)
@@ -32,7 +33,7 @@ else
 	$(PIP) install torch==2.13.0+cpu 2>/dev/null || $(PIP) install torch==2.13.0
 	$(PIP) freeze | grep '^torch==' > $(VENV)/torch-pin.txt
 	$(PIP) install -c $(VENV)/torch-pin.txt -r requirements/cpu.txt
-	$(PIP) install --no-deps vllm==0.33.0 compressed-tensors==0.17.0 b12x==1.5.1
+	$(PIP) install --no-deps triton==3.8.0 vllm==0.33.0 compressed-tensors==0.17.0 b12x==1.5.1
 	$(PIP) install --no-deps -r requirements/b12x.txt
 endif
 	touch $@

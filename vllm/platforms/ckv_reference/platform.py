@@ -21,6 +21,9 @@ WORKER_PATH = "vllm.platforms.ckv_reference.worker.CkvReferenceWorker"
 class CkvReferencePlatform(CpuPlatform):
     """CPU platform that runs sparse MLA backends through their torch or interpreted kernels."""
 
+    simple_compile_backend = "eager"
+    """Inductor needs a C++ compiler, and a path to torch without spaces."""
+
     @classmethod
     def import_kernels(cls) -> None:
         """Import the CPU extension; where there is none, hide what vLLM has kernels for in it only.
